@@ -1,0 +1,41 @@
+#include "host/workspace.h"
+
+#include "kernels/config.h"
+
+/* Sizes cannot overflow: gdelta_validate_problem bounds rows * heads * dim by 2^53. */
+
+static size_t take(size_t *bytes, size_t size) {
+    size_t offset = *bytes;
+    *bytes += (size + kWorkspaceAlignment - 1) / kWorkspaceAlignment * kWorkspaceAlignment;
+    return offset;
+}
+
+static size_t malformed_bytes(const gdelta_shape *shape) {
+    return shape->packed ? sizeof(int32_t) : 0;
+}
+
+size_t gdelta_checkpoint_bytes(const gdelta_shape *shape) {
+    /* floor((length - 1) / 64) states of the sequence of rows [begin, end) fit in floor(end / 64) - floor(begin / 64).
+     */
+    size_t states = (size_t)(shape->rows / kRecurrentSegment) * (size_t)shape->heads_o;
+    return states * (size_t)shape->dim_k * (size_t)shape->dim_v * sizeof(float);
+}
+
+void gdelta_workspace_forward(const gdelta_shape *shape, gdelta_workspace_table *table) {
+    *table = (gdelta_workspace_table){0};
+    table->malformed = take(&table->bytes, malformed_bytes(shape));
+}
+
+void gdelta_workspace_backward(const gdelta_shape *shape, bool own_checkpoints, gdelta_workspace_table *table) {
+    size_t heads_rows = (size_t)shape->rows * (size_t)shape->heads_o;
+    size_t tiles = (size_t)gdelta_backward_tiles(shape->dim_k, shape->dim_v);
+    *table = (gdelta_workspace_table){0};
+    table->malformed = take(&table->bytes, malformed_bytes(shape));
+    table->checkpoints = take(&table->bytes, own_checkpoints ? gdelta_checkpoint_bytes(shape) : 0);
+    table->dq = take(&table->bytes, heads_rows * tiles * (size_t)shape->dim_k * sizeof(float));
+    table->dk = take(&table->bytes, heads_rows * tiles * (size_t)shape->dim_k * sizeof(float));
+    bool shared_values = shape->heads_v < shape->heads_o;
+    table->dv = take(&table->bytes, shared_values ? heads_rows * (size_t)shape->dim_v * sizeof(float) : 0);
+    table->ddecay = take(&table->bytes, heads_rows * tiles * sizeof(float));
+    table->dbeta = take(&table->bytes, heads_rows * tiles * sizeof(float));
+}

@@ -1,0 +1,73 @@
+/* Tile numbers: each has its home and its reason here. C11 and CUDA: the plan and the kernels read the same ones. */
+#ifndef GDELTA_CONFIG_H
+#define GDELTA_CONFIG_H
+
+#include <stdint.h>
+
+#ifdef __CUDACC__
+#define GDELTA_INLINE static inline __host__ __device__
+#else
+#define GDELTA_INLINE static inline
+#endif
+
+/* ---- Recurrent engine ---- */
+
+/* The compiled widths: K is padded with zeros to the next. This list is both what is compiled and what is supported. */
+#define GDELTA_RECURRENT_WIDTHS(X) X(64) X(128) X(256)
+
+enum {
+    kRecurrentMaxDim = 256,
+
+    /* Tokens between two states that forward leaves for backward. */
+    kRecurrentSegment = 64,
+
+    /* Tokens that backward replays from one stashed state: the replay costs (window - 1) / 2 steps a token, the way to
+     * the window's start (segment - window) / 2 / window. 8 is the minimum of the sum for a segment of 64. */
+    kRecurrentWindow = 8,
+
+    /* A lane holds K / 8 x 4 elements of the state: 8 lanes along K, 4 along V. 64 registers at K = 128. */
+    kRecurrentLanesK = 8,
+    kRecurrentLanesV = 4,
+
+    /* Forward: at most 4 warps of 16 columns of V, so that V = 128 gives two blocks a head. */
+    kForwardLaneColumns = 4,
+    kForwardColumns = 64,
+    /* Rows of q, k, v staged in shared memory at a time, two buffers. */
+    kForwardStage = 8,
+
+    /* Backward: at most 8 warps. Two register tiles, S and dS. */
+    kBackwardWarps = 8,
+
+    kRowWarps = 8, /* warps of a block of the row reduction */
+    kGateThreads = 512,
+    kCheckThreads = 1024
+};
+
+/* Columns of V that a lane of backward holds: two tiles of K / 8 rows must fit 128 registers. */
+#define GDELTA_BACKWARD_LANE_COLUMNS(width) ((width) <= 128 ? 4 : 2)
+
+/* The compiled width that holds dim_k; 0 if none does. */
+GDELTA_INLINE int32_t gdelta_recurrent_width(int32_t dim_k) {
+#define GDELTA_CASE(width) \
+    if (dim_k <= width) return width;
+    GDELTA_RECURRENT_WIDTHS(GDELTA_CASE)
+#undef GDELTA_CASE
+    return 0;
+}
+
+/* Columns of V that one block of backward covers. */
+GDELTA_INLINE int32_t gdelta_backward_columns(int32_t width) {
+    return kBackwardWarps * kRecurrentLanesV * GDELTA_BACKWARD_LANE_COLUMNS(width);
+}
+
+/* Blocks along V. */
+GDELTA_INLINE int32_t gdelta_forward_tiles(int32_t dim_v) {
+    return (dim_v + kForwardColumns - 1) / kForwardColumns;
+}
+
+GDELTA_INLINE int32_t gdelta_backward_tiles(int32_t dim_k, int32_t dim_v) {
+    int32_t columns = gdelta_backward_columns(gdelta_recurrent_width(dim_k));
+    return (dim_v + columns - 1) / columns;
+}
+
+#endif /* GDELTA_CONFIG_H */

@@ -1,0 +1,77 @@
+// Which rows and states one sequence has, read from tables on the device. Whatever a table holds, nothing outside the
+// tensors is addressed.
+#pragma once
+
+#include "kernels/launch.h"
+#include "kernels/rule/element.cuh"
+
+namespace gdelta {
+
+struct Sequence {
+    int64_t batch;    // index of the batch axis
+    int64_t begin;    // first token on the token axis
+    int64_t row;      // first token row of all: where parts in the workspace start
+    int64_t length;   // tokens
+    bool skip;        // a slot is -1, or out of range: output rows are 0 and no state is touched
+    int64_t initial;  // element offset of this head's initial state, -1: zeros
+    int64_t final;    // of its final state
+};
+
+__device__ __forceinline__ void report(const gdelta_inputs &in, int rule, int64_t index) {
+    if (!in.device_status) return;
+    unsigned long long word = (static_cast<unsigned long long>(rule) << 32) | static_cast<uint32_t>(index);
+    atomicCAS(reinterpret_cast<unsigned long long *>(in.device_status), 0ull, word);
+}
+
+// The entry of the pool, or -1 to skip.
+__device__ __forceinline__ int64_t slot_of(const gdelta_inputs &in, const gdelta_state_view &state, int64_t n, int rule,
+                                           bool reporter) {
+    if (!state.slots.data) return n;
+    int64_t slot = load_index(state.slots, n);
+    if (slot >= -1 && slot < state.slot_count) return slot;
+    if (reporter) report(in, rule, n);
+    return -1;
+}
+
+// `final.data` may be NULL. One thread of the grid reports each bad slot.
+__device__ __forceinline__ Sequence find_sequence(const gdelta_shape &shape, const gdelta_inputs &in,
+                                                  const gdelta_state_view &final, int64_t n, int head, bool reporter) {
+    Sequence s = {};
+    if (shape.packed) {
+        s.begin = s.row = load_index(in.cu_seqlens, n);
+        s.length = load_index(in.cu_seqlens, n + 1) - s.begin;
+    } else {
+        s.batch = n;
+        s.row = n * shape.tokens;
+        s.length = shape.tokens;
+    }
+    s.initial = s.final = -1;
+    if (in.initial.data) {
+        int64_t slot = slot_of(in, in.initial, n, GDELTA_DEVICE_INITIAL_SLOT_RANGE, reporter);
+        s.skip = slot < 0;
+        if (!in.has_initial || in.has_initial[n]) s.initial = slot * in.initial.slot + head * in.initial.head;
+    }
+    if (final.data) {
+        int64_t slot = slot_of(in, final, n, GDELTA_DEVICE_FINAL_SLOT_RANGE, reporter);
+        s.skip = s.skip || slot < 0;
+        s.final = slot * final.slot + head * final.head;
+    }
+    return s;
+}
+
+// The head of a tensor of `heads` heads that output head `head` reads.
+__device__ __forceinline__ int head_of(const gdelta_shape &shape, int head, int heads) {
+    if (shape.head_map == GDELTA_HEADS_TILED) return head % heads;
+    return static_cast<int>(static_cast<int64_t>(head) * heads / shape.heads_o);
+}
+
+// Enqueues the check of cu_seqlens, which leaves its verdict in work.malformed; nothing if there is no table.
+int launch_check(const gdelta_shape &shape, const gdelta_inputs &in, const gdelta_recurrent_work &work,
+                 gdelta_stream stream);
+
+// True if nothing may be written.
+__device__ __forceinline__ bool is_malformed(const gdelta_recurrent_work &work) {
+    return work.malformed && *work.malformed;
+}
+
+}  // namespace gdelta

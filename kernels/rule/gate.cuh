@@ -1,0 +1,63 @@
+// What the tensors g and beta mean: from what they hold to the decay exp(g) and beta, and back for the gradients.
+#pragma once
+
+#include "kernels/rule/element.cuh"
+
+namespace gdelta {
+
+// softplus, linear above 20 where log1p(exp(x)) - x < 2.1e-9; exp(x) does not overflow.
+__device__ __forceinline__ float softplus(float x) {
+    return x > 20.0f ? x : log1pf(expf(x));
+}
+
+__device__ __forceinline__ float sigmoid(float x) {
+    return 1.0f / (1.0f + expf(-x));
+}
+
+// One head's gate parameters.
+struct GateParameters {
+    float a;     // exp(A_log)
+    float bias;  // dt_bias
+};
+
+__device__ __forceinline__ GateParameters load_gate_parameters(const gdelta_inputs &in, int head) {
+    GateParameters p = {0.0f, 0.0f};
+    if (in.a_log.data) p.a = expf(load_element(in.a_log.data, in.a_log.dtype, head * in.a_log.head));
+    if (in.dt_bias.data) p.bias = load_element(in.dt_bias.data, in.dt_bias.dtype, head * in.dt_bias.head);
+    return p;
+}
+
+// exp(g): exactly 0 for g = -inf.
+__device__ __forceinline__ float decay_of(gdelta_gate gate, float x, GateParameters p) {
+    if (gate == GDELTA_GATE_LINEAR) return x;
+    if (gate == GDELTA_GATE_SOFTPLUS) x = -p.a * softplus(x + p.bias);
+    return expf(x);
+}
+
+__device__ __forceinline__ float beta_of(gdelta_beta mode, float x) {
+    if (mode == GDELTA_BETA_VALUE) return x;
+    return mode == GDELTA_BETA_SIGMOID ? sigmoid(x) : 2.0f * sigmoid(x);
+}
+
+// d beta / d x.
+__device__ __forceinline__ float beta_slope(gdelta_beta mode, float x) {
+    if (mode == GDELTA_BETA_VALUE) return 1.0f;
+    float slope = sigmoid(x) * sigmoid(-x);
+    return mode == GDELTA_BETA_SIGMOID ? slope : 2.0f * slope;
+}
+
+// exp(g) of one token, 1 without a gate.
+__device__ __forceinline__ float load_decay(const gdelta_shape &shape, const gdelta_inputs &in, GateParameters p,
+                                            int64_t batch, int64_t token, int head) {
+    if (!in.g.data) return 1.0f;
+    return decay_of(shape.gate, load_element(in.g.data, in.g.dtype, offset_of(in.g, batch, token, head)), p);
+}
+
+// beta of one token, 1 without a beta.
+__device__ __forceinline__ float load_beta(const gdelta_shape &shape, const gdelta_inputs &in, int64_t batch,
+                                           int64_t token, int head) {
+    if (!in.beta.data) return 1.0f;
+    return beta_of(shape.beta, load_element(in.beta.data, in.beta.dtype, offset_of(in.beta, batch, token, head)));
+}
+
+}  // namespace gdelta
