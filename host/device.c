@@ -4,7 +4,9 @@
 
 #ifdef GDELTA_HAVE_CUDA
 
+#include <cuda.h>
 #include <cuda_runtime_api.h>
+#include <pthread.h>
 
 static cudaError_t capability(int device, int32_t *compute_capability) {
     int major = 0, minor = 0;
@@ -30,20 +32,59 @@ gdelta_status gdelta_device_status(int error, const char *what) {
     return gdelta_fail(GDELTA_ERROR_CUDA, "%s: CUDA error %d, %s", what, error, cudaGetErrorString((cudaError_t)error));
 }
 
-gdelta_status gdelta_device_enter(gdelta_stream stream, int32_t *compute_capability, int *previous_device) {
-    int device = 0;
-    cudaError_t error = cudaGetDevice(previous_device);
-    if (error != cudaSuccess) return gdelta_device_status(error, "cudaGetDevice");
-    error = cudaStreamGetDevice(stream, &device);
-    if (error != cudaSuccess) return gdelta_device_status(error, "cudaStreamGetDevice");
-    error = capability(device, compute_capability);
-    if (error == cudaSuccess && device != *previous_device) error = cudaSetDevice(device);
-    return gdelta_device_status(error, "cudaSetDevice");
+/* The runtime may not be asked for a stream's device during a capture; the driver may be asked for its context. Found
+ * by name, so that the library loads where there is no driver. */
+static struct {
+    CUresult (*stream_get_context)(CUstream, CUcontext *);
+    CUresult (*push_context)(CUcontext);
+    CUresult (*pop_context)(CUcontext *);
+    cudaError_t error;
+} driver;
+
+static void find_driver(void) {
+    const struct {
+        const char *name;
+        unsigned version; /* that the signature above is of: later ones have other arguments */
+        void **function;
+    } wanted[] = {{"cuStreamGetCtx", 9020, (void **)&driver.stream_get_context},
+                  {"cuCtxPushCurrent", 4000, (void **)&driver.push_context},
+                  {"cuCtxPopCurrent", 4000, (void **)&driver.pop_context}};
+    for (size_t i = 0; i < sizeof wanted / sizeof *wanted && driver.error == cudaSuccess; ++i) {
+        enum cudaDriverEntryPointQueryResult found;
+        driver.error = cudaGetDriverEntryPointByVersion(wanted[i].name, wanted[i].function, wanted[i].version,
+                                                        cudaEnableDefault, &found);
+        if (driver.error == cudaSuccess && found != cudaDriverEntryPointSuccess) {
+            driver.error = cudaErrorInsufficientDriver;
+        }
+    }
 }
 
-void gdelta_device_leave(int previous_device) {
-    int device = previous_device;
-    if (cudaGetDevice(&device) == cudaSuccess && device != previous_device) cudaSetDevice(previous_device);
+gdelta_status gdelta_device_enter(gdelta_stream stream, int32_t *compute_capability, bool *entered) {
+    static pthread_once_t once = PTHREAD_ONCE_INIT;
+    *entered = false;
+    bool own_context = stream != NULL && stream != cudaStreamLegacy && stream != cudaStreamPerThread;
+    if (own_context) { /* else the stream is the current device's */
+        pthread_once(&once, find_driver);
+        if (driver.error != cudaSuccess) return gdelta_device_status(driver.error, "cudaGetDriverEntryPointByVersion");
+        CUcontext context;
+        CUresult result = driver.stream_get_context(stream, &context);
+        if (result == CUDA_SUCCESS) result = driver.push_context(context);
+        if (result != CUDA_SUCCESS) {
+            return gdelta_fail(GDELTA_ERROR_CUDA, "stream is %p; the driver finds no device for it: error %d",
+                               (void *)stream, (int)result);
+        }
+        *entered = true;
+    }
+    int device = 0;
+    cudaError_t error = cudaGetDevice(&device);
+    if (error == cudaSuccess) error = capability(device, compute_capability);
+    if (error != cudaSuccess) gdelta_device_leave(*entered);
+    return gdelta_device_status(error, "cudaGetDevice");
+}
+
+void gdelta_device_leave(bool entered) {
+    CUcontext context;
+    if (entered) driver.pop_context(&context);
 }
 
 #else
@@ -57,15 +98,16 @@ gdelta_status gdelta_device_status(int error, const char *what) {
     return error ? gdelta_fail(GDELTA_ERROR_CUDA, "%s: error %d", what, error) : GDELTA_OK;
 }
 
-gdelta_status gdelta_device_enter(gdelta_stream stream, int32_t *compute_capability, int *previous_device) {
+gdelta_status gdelta_device_enter(gdelta_stream stream, int32_t *compute_capability, bool *entered) {
     (void)stream;
-    *compute_capability = *previous_device = 0;
+    *compute_capability = 0;
+    *entered = false;
     return gdelta_fail(GDELTA_ERROR_UNSUPPORTED,
                        "this libgdelta was built without CUDA; only the CPU reference of reference.h runs");
 }
 
-void gdelta_device_leave(int previous_device) {
-    (void)previous_device;
+void gdelta_device_leave(bool entered) {
+    (void)entered;
 }
 
 #endif

@@ -9,9 +9,10 @@
 /* Compute capability (10 * major + minor) and multiprocessors of the current device; false without one. */
 bool gdelta_device_query(int32_t *compute_capability, int32_t *multiprocessors);
 
-/* Makes the stream's device current, and says which compute capability it has. */
-gdelta_status gdelta_device_enter(gdelta_stream stream, int32_t *compute_capability, int *previous_device);
-void gdelta_device_leave(int previous_device);
+/* Makes the stream's device current, also while the stream is captured, and says its compute capability. */
+gdelta_status gdelta_device_enter(gdelta_stream stream, int32_t *compute_capability, bool *entered);
+/* What was current before is so again. */
+void gdelta_device_leave(bool entered);
 
 /* A launcher's error code as a status with a sentence; clears the runtime's last error. */
 gdelta_status gdelta_device_status(int error, const char *what);

@@ -22,11 +22,11 @@ static gdelta_status check_buffer(const char *name, const void *data, size_t byt
 }
 
 /* The stream's device becomes current, if it is what the plan was made for. */
-static gdelta_status enter(const gdelta_plan *plan, gdelta_stream stream, int *previous_device) {
+static gdelta_status enter(const gdelta_plan *plan, gdelta_stream stream, bool *entered) {
     int32_t here;
-    gdelta_status status = gdelta_device_enter(stream, &here, previous_device);
+    gdelta_status status = gdelta_device_enter(stream, &here, entered);
     if (status != GDELTA_OK || here == plan->compute_capability) return status;
-    gdelta_device_leave(*previous_device);
+    gdelta_device_leave(*entered);
     return gdelta_fail(GDELTA_ERROR_UNSUPPORTED,
                        "the stream's device has compute capability %" PRId32 "; this plan was made for %" PRId32, here,
                        plan->compute_capability);
@@ -52,11 +52,11 @@ gdelta_status gdelta_run_forward(const gdelta_plan *plan, const gdelta_forward_c
     gdelta_recurrent_work work = {.checkpoints = plan->saved_bytes ? buffers->saved : NULL};
     if (call->shape.packed) work.malformed = at(buffers, plan->forward.malformed);
 
-    int previous_device;
-    status = enter(plan, stream, &previous_device);
+    bool entered;
+    status = enter(plan, stream, &entered);
     if (status != GDELTA_OK) return status;
     status = LAUNCH(gdelta_launch_recurrent_forward, call, &work, stream);
-    gdelta_device_leave(previous_device);
+    gdelta_device_leave(entered);
     return status;
 }
 
@@ -76,8 +76,8 @@ gdelta_status gdelta_run_backward(const gdelta_plan *plan, const gdelta_backward
     if (call->shape.packed) work.malformed = at(buffers, table->malformed);
     if (call->shape.heads_v < call->shape.heads_o) work.dv = at(buffers, table->dv);
 
-    int previous_device;
-    status = enter(plan, stream, &previous_device);
+    bool entered;
+    status = enter(plan, stream, &entered);
     if (status != GDELTA_OK) return status;
     if (plan->saved_bytes == 0) {
         /* The states that forward did not save: forward again, of the states alone. */
@@ -85,6 +85,6 @@ gdelta_status gdelta_run_backward(const gdelta_plan *plan, const gdelta_backward
         status = LAUNCH(gdelta_launch_recurrent_forward, &states, &work, stream);
     }
     if (status == GDELTA_OK) status = LAUNCH(gdelta_launch_recurrent_backward, call, &work, stream);
-    gdelta_device_leave(previous_device);
+    gdelta_device_leave(entered);
     return status;
 }

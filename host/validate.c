@@ -393,8 +393,11 @@ static gdelta_status check_state_gradient(checker *c, const char *name, const gd
 static gdelta_status check_final(checker *c, const char *name, const gdelta_state *s, const gdelta_inputs *in,
                                  gdelta_state_view *view) {
     TRY(check_state(c, name, s, kOutput, view));
-    bool in_place = s->data == in->initial.data;
-    return s->data && !in_place ? remember(c, name, s->data, true) : GDELTA_OK;
+    const gdelta_state_view *initial = &in->initial;
+    if (s->data == NULL || s->data != initial->data) return s->data ? remember(c, name, s->data, true) : GDELTA_OK;
+    REQUIRE(view->dtype == initial->dtype && view->slot == initial->slot && view->head == initial->head,
+            "%s.data is the initial state's; in place its dtype and strides must be the same too", name);
+    return GDELTA_OK;
 }
 
 /* ---- Calls ---- */

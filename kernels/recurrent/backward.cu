@@ -43,55 +43,72 @@ struct Backward {
         float d_o[kRecurrentWindow][kBlockColumns];     //
         float parts[2][kBackwardWarps][2 * Width + 2];  // dq, dk, de, dbeta of each warp
         float decay[kRecurrentSegment], beta[kRecurrentSegment];
+        Work at;
     };
 
     const gdelta_backward_call &call;
     const gdelta_recurrent_work &work;
     Shared &shared;
-    Sequence sequence;
     TilePlace place;
-    GateParameters gate;
     int64_t n;
     int head, tile, first_column;
 
-    // k, v and gates of the segment's rows, q and do of the window's. Warps take rows in turn.
+    // k, v and gates of the segment's rows. Warps take rows in turn, kBatch at a time to have many loads in flight.
     __device__ __forceinline__ void load_segment(int64_t start, int count) const {
+        constexpr int kBatch = Width <= 128 ? 4 : 1;
         const gdelta_shape &shape = call.shape;
         const gdelta_inputs &in = call.in;
         int lane = threadIdx.x % 32, warps = blockDim.x / 32;
-        for (int r = threadIdx.x / 32; r < count; r += warps) {
-            int64_t batch = sequence.batch, token = sequence.begin + start + r;
-            float k[kGroups], v[kBlockColumns / 32];
-            load_row(in.k.data, in.k.dtype, offset_of(in.k, batch, token, head_of(shape, head, shape.heads_k)),
-                     shape.dim_k, lane, k);
-            load_row(in.v.data, in.v.dtype,
-                     offset_of(in.v, batch, token, head_of(shape, head, shape.heads_v)) + first_column,
-                     shape.dim_v - first_column, lane, v);
-            float norm = row_norm(shape, k);
+        for (int first = threadIdx.x / 32; first < count; first += kBatch * warps) {
+            Row<kGroups> k_row[kBatch];
+            Row<kBlockColumns / 32> v_row[kBatch];
+            Gates gates[kBatch];
 #pragma unroll
-            for (int i = 0; i < kGroups; ++i) shared.k[r][lane + 32 * i] = k[i] * norm;
+            for (int n = 0; n < kBatch; ++n) {
+                int64_t t = start + first + n * warps;
+                if (first + n * warps >= count) continue;
+                k_row[n].load(in.k.data, in.k.dtype, shared.at.k + t * in.k.token, shape.dim_k, lane);
+                v_row[n].load(in.v.data, in.v.dtype, shared.at.v + t * in.v.token + first_column,
+                              shape.dim_v - first_column, lane);
+                gates[n].load(in, shared.at.g + t * in.g.token, shared.at.beta + t * in.beta.token);
+            }
 #pragma unroll
-            for (int i = 0; i < kBlockColumns / 32; ++i) shared.w[r][lane + 32 * i] = v[i];
-            if (lane == 0) {
-                shared.decay[r] = load_decay(shape, in, gate, batch, token, head);
-                shared.beta[r] = load_beta(shape, in, batch, token, head);
+            for (int n = 0; n < kBatch; ++n) {
+                int r = first + n * warps;
+                if (r >= count) continue;
+                float k[kGroups], v[kBlockColumns / 32];
+                k_row[n].values(in.k.dtype, k);
+                v_row[n].values(in.v.dtype, v);
+                float norm = row_norm(shape, k);
+#pragma unroll
+                for (int i = 0; i < kGroups; ++i) shared.k[r][lane + 32 * i] = k[i] * norm;
+#pragma unroll
+                for (int i = 0; i < kBlockColumns / 32; ++i) shared.w[r][lane + 32 * i] = v[i];
+                if (lane == 0) {
+                    shared.decay[r] = gates[n].decay(shape, in, shared.at.gate);
+                    shared.beta[r] = gates[n].beta_value(shape, in);
+                }
             }
         }
     }
 
+    // q and do of the window's rows.
     __device__ __forceinline__ void load_window(int64_t start, int count) const {
         const gdelta_shape &shape = call.shape;
         const gdelta_inputs &in = call.in;
         int lane = threadIdx.x % 32, warps = blockDim.x / 32;
         for (int r = threadIdx.x / 32; r < count; r += warps) {
-            int64_t batch = sequence.batch, token = sequence.begin + start + r;
-            float q[kGroups], d_o[kBlockColumns / 32] = {};
-            load_row(in.q.data, in.q.dtype, offset_of(in.q, batch, token, head_of(shape, head, shape.heads_q)),
-                     shape.dim_k, lane, q);
+            int64_t t = start + r;
+            Row<kGroups> q_row;
+            Row<kBlockColumns / 32> d_o_row = {};
+            float q[kGroups], d_o[kBlockColumns / 32];
+            q_row.load(in.q.data, in.q.dtype, shared.at.q + t * in.q.token, shape.dim_k, lane);
             if (call.d_o.data) {
-                load_row(call.d_o.data, call.d_o.dtype, offset_of(call.d_o, batch, token, head) + first_column,
-                         shape.dim_v - first_column, lane, d_o);
+                d_o_row.load(call.d_o.data, call.d_o.dtype, shared.at.o + t * call.d_o.token + first_column,
+                             shape.dim_v - first_column, lane);
             }
+            q_row.values(in.q.dtype, q);
+            d_o_row.values(call.d_o.dtype, d_o);
             float norm = row_norm(shape, q);
 #pragma unroll
             for (int i = 0; i < kGroups; ++i) shared.q[r][lane + 32 * i] = q[i] * norm;
@@ -105,11 +122,11 @@ struct Backward {
         clear_tile(p);
         if (start > 0) {
             gdelta_state_view view = {};
-            view.data = checkpoint_at(work, shape, sequence, start, head);
+            view.data = checkpoint_at(work, shape, shared.at.sequence, start, head);
             view.dtype = GDELTA_DTYPE_FP32;
             load_state(p, place, view, 0, shape.dim_k, shape.dim_v);
-        } else if (sequence.initial >= 0) {
-            load_state(p, place, call.in.initial, sequence.initial, shape.dim_k, shape.dim_v);
+        } else if (shared.at.sequence.initial >= 0) {
+            load_state(p, place, call.in.initial, shared.at.sequence.initial, shape.dim_k, shape.dim_v);
         }
     }
 
@@ -172,6 +189,7 @@ struct Backward {
 #pragma unroll
                 for (int c = 0; c < kColumns; ++c) sk[c] = fmaf(p.x[i][j][c], k[j], sk[c]);
         }
+        __syncwarp();  // every lane has read v
 #pragma unroll
         for (int c = 0; c < kColumns; ++c) {
             float w = fmaf(-shared.decay[r], sum_lanes<28>(sk[c]), u[c]);
@@ -254,10 +272,9 @@ struct Backward {
             int column = place.column + c;
             if (place.lane_k != c || column >= call.shape.dim_v) continue;
             if (work.dv) {
-                work.dv[((sequence.row + t) * call.shape.heads_o + head) * call.shape.dim_v + column] = dv[c];
+                work.dv[((shared.at.sequence.row + t) * call.shape.heads_o + head) * call.shape.dim_v + column] = dv[c];
             } else {
-                store_element(view.data, view.dtype, offset_of(view, sequence.batch, sequence.begin + t, head) + column,
-                              dv[c]);
+                store_element(view.data, view.dtype, shared.at.dv + t * view.token + column, dv[c]);
             }
         }
     }
@@ -265,7 +282,7 @@ struct Backward {
     // Element i of dq | dk | de, dbeta of a token, to the workspace.
     __device__ __forceinline__ void write_part(int64_t t, int i, float x) const {
         const gdelta_shape &shape = call.shape;
-        int64_t row = sequence.row + t;
+        int64_t row = shared.at.sequence.row + t;
         int tiles = gdelta_backward_tiles(shape.dim_k, shape.dim_v);
         if (i >= 2 * Width) {
             float *scalars = i == 2 * Width ? work.ddecay : work.dbeta;
@@ -287,7 +304,7 @@ struct Backward {
     }
 
     __device__ __forceinline__ void run_segment(State &ds, int64_t start) const {
-        int64_t left = sequence.length - start;
+        int64_t left = shared.at.sequence.length - start;
         int count = left < kRecurrentSegment ? static_cast<int>(left) : kRecurrentSegment;
         int last = (count - 1) / kRecurrentWindow * kRecurrentWindow;
         State p;
@@ -322,7 +339,7 @@ struct Backward {
 
     __device__ __forceinline__ void write_zeros() const {
         float zeros[kColumns] = {};
-        for (int64_t t = 0; t < sequence.length; ++t) {
+        for (int64_t t = 0; t < shared.at.sequence.length; ++t) {
             write_dv(t, zeros);
             for (int i = threadIdx.x; i < 2 * Width + 2; i += blockDim.x) write_part(t, i, 0.0f);
         }
@@ -336,13 +353,13 @@ struct Backward {
         const gdelta_shape &shape = call.shape;
         State ds;
         clear_tile(ds);
-        if (sequence.skip) {
+        if (shared.at.sequence.skip) {
             write_zeros();
         } else {
             if (call.d_final.data) {
                 load_state(ds, place, call.d_final, by_sequence(call.d_final), shape.dim_k, shape.dim_v);
             }
-            int64_t segments = (sequence.length + kRecurrentSegment - 1) / kRecurrentSegment;
+            int64_t segments = (shared.at.sequence.length + kRecurrentSegment - 1) / kRecurrentSegment;
             for (int64_t segment = segments - 1; segment >= 0; --segment) run_segment(ds, segment * kRecurrentSegment);
         }
         if (!call.d_initial.data) return;
@@ -359,16 +376,22 @@ __global__ void __launch_bounds__(Backward<Width>::kThreads, 1)
     const gdelta_shape &shape = call.shape;
     if (is_malformed(work)) return;
     int tiles = gdelta_backward_tiles(shape.dim_k, shape.dim_v);
-    int64_t block = blockIdx.x / tiles;
+    unsigned block = blockIdx.x / static_cast<unsigned>(tiles);
     Backward<Width> b = {call, work, *reinterpret_cast<typename Backward<Width>::Shared *>(memory)};
-    b.tile = static_cast<int>(blockIdx.x % tiles);
+    b.tile = static_cast<int>(blockIdx.x % static_cast<unsigned>(tiles));
     b.first_column = b.tile * b.kBlockColumns;
-    b.head = static_cast<int>(block % shape.heads_o);
-    b.n = block / shape.heads_o;
+    b.head = static_cast<int>(block % static_cast<unsigned>(shape.heads_o));
+    b.n = block / static_cast<unsigned>(shape.heads_o);
     b.place = tile_place<b.kColumns>(b.first_column);
-    bool reporter = b.head == 0 && b.tile == 0 && threadIdx.x == 0;
-    b.sequence = find_sequence(shape, call.in, gdelta_state_view{}, b.n, b.head, reporter);
-    b.gate = load_gate_parameters(call.in, b.head);
+    if (threadIdx.x == 0) {
+        Work &at = b.shared.at;
+        bool reporter = b.head == 0 && b.tile == 0;
+        find_work(shape, call.in, find_sequence(shape, call.in, gdelta_state_view{}, b.n, b.head, reporter), b.head,
+                  at);
+        at.o = first_of(call.d_o, at.sequence, b.head);
+        at.dv = first_of(call.dv, at.sequence, b.head);
+    }
+    __syncthreads();
     b.run();
 }
 

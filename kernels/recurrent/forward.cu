@@ -26,60 +26,68 @@ struct ForwardStage {
     float decay[kForwardStage], beta[kForwardStage], kq[kForwardStage];
 };
 
-// One raw row in registers on its way to shared memory.
+// One row in registers on its way to shared memory.
 template <int Width>
-struct RawRow {
-    float q[Width / 32], k[Width / 32], v[kForwardColumns / 32];
-    float decay, beta;
+struct ForwardRow {
+    Row<Width / 32> q, k;
+    Row<kForwardColumns / 32> v;
+    Gates gates;
 };
 
 template <int Width>
 struct Forward {
     static constexpr int kColumns = kForwardLaneColumns;
     const gdelta_forward_call &call;
-    Sequence sequence;
+    const Work &at;
     int head, first_column;
-    GateParameters gate;
 
-    __device__ __forceinline__ void load(int64_t t, RawRow<Width> &row) const {
+    __device__ __forceinline__ void load(int64_t t, ForwardRow<Width> &row) const {
         const gdelta_shape &shape = call.shape;
         const gdelta_inputs &in = call.in;
         int lane = threadIdx.x % 32;
-        int64_t batch = sequence.batch, token = sequence.begin + t;
-        load_row(in.q.data, in.q.dtype, offset_of(in.q, batch, token, head_of(shape, head, shape.heads_q)), shape.dim_k,
-                 lane, row.q);
-        load_row(in.k.data, in.k.dtype, offset_of(in.k, batch, token, head_of(shape, head, shape.heads_k)), shape.dim_k,
-                 lane, row.k);
-        load_row(in.v.data, in.v.dtype,
-                 offset_of(in.v, batch, token, head_of(shape, head, shape.heads_v)) + first_column,
-                 shape.dim_v - first_column, lane, row.v);
-        row.decay = load_decay(shape, in, gate, batch, token, head);
-        row.beta = load_beta(shape, in, batch, token, head);
+        row.q.load(in.q.data, in.q.dtype, at.q + t * in.q.token, shape.dim_k, lane);
+        row.k.load(in.k.data, in.k.dtype, at.k + t * in.k.token, shape.dim_k, lane);
+        row.v.load(in.v.data, in.v.dtype, at.v + t * in.v.token + first_column, shape.dim_v - first_column, lane);
+        row.gates.load(in, at.g + t * in.g.token, at.beta + t * in.beta.token);
     }
 
-    __device__ __forceinline__ void store(const RawRow<Width> &row, ForwardStage<Width> &stage, int r) const {
+    __device__ __forceinline__ void store(const ForwardRow<Width> &row, ForwardStage<Width> &stage, int r) const {
+        const gdelta_inputs &in = call.in;
         int lane = threadIdx.x % 32;
-        float norm_q = row_norm(call.shape, row.q), norm_k = row_norm(call.shape, row.k), kq = 0.0f;
+        float q[Width / 32], k[Width / 32], v[kForwardColumns / 32];
+        row.q.values(in.q.dtype, q);
+        row.k.values(in.k.dtype, k);
+        row.v.values(in.v.dtype, v);
+        float norm_q = row_norm(call.shape, q), norm_k = row_norm(call.shape, k), kq = 0.0f;
 #pragma unroll
         for (int i = 0; i < Width / 32; ++i) {
-            float q = row.q[i] * norm_q, k = row.k[i] * norm_k;
-            kq = fmaf(k, q, kq);
-            stage.q[r][lane + 32 * i] = q;
-            stage.k[r][lane + 32 * i] = k;
+            kq = fmaf(k[i] * norm_k, q[i] * norm_q, kq);
+            stage.q[r][lane + 32 * i] = q[i] * norm_q;
+            stage.k[r][lane + 32 * i] = k[i] * norm_k;
         }
 #pragma unroll
-        for (int i = 0; i < kForwardColumns / 32; ++i) stage.v[r][lane + 32 * i] = row.v[i];
+        for (int i = 0; i < kForwardColumns / 32; ++i) stage.v[r][lane + 32 * i] = v[i];
         kq = sum_lanes<31>(kq);
         if (lane == 0) {
-            stage.decay[r] = row.decay;
-            stage.beta[r] = row.beta;
+            stage.decay[r] = row.gates.decay(call.shape, in, at.gate);
+            stage.beta[r] = row.gates.beta_value(call.shape, in);
             stage.kq[r] = kq;
         }
     }
 
+    // The first four lanes along K write one column each: 16 columns side by side in one instruction.
+    __device__ __forceinline__ void write(TilePlace p, int64_t t, const float (&o)[kColumns]) const {
+        static_assert(kColumns == 4, "one column to each of four lanes");
+        float mine = p.lane_k & 2 ? (p.lane_k & 1 ? o[3] : o[2]) : (p.lane_k & 1 ? o[1] : o[0]);
+        int column = p.column + p.lane_k;
+        if (p.lane_k >= kColumns || column >= call.shape.dim_v) return;
+        const gdelta_view &view = call.o;
+        store_element(view.data, view.dtype, at.o + t * view.token + column, mine);
+    }
+
     // One token: S and o. Every lane along K ends with the sums of its columns.
     __device__ __forceinline__ void token(Tile<Width, kColumns> &s, TilePlace p, const ForwardStage<Width> &stage,
-                                          int r, float scale, float (&o)[kColumns]) const {
+                                          int r, int64_t t) const {
         float sk[kColumns] = {}, sq[kColumns] = {}, v[kColumns], u[kColumns];
         load_columns(stage.v[r], p, first_column, v);
         float e = stage.decay[r], beta = stage.beta[r], kq = stage.kq[r];
@@ -110,82 +118,103 @@ struct Forward {
 #pragma unroll
                 for (int c = 0; c < kColumns; ++c) s.x[i][j][c] = fmaf(k[j], u[c], e * s.x[i][j][c]);
         }
+        float o[kColumns], scale = static_cast<float>(call.shape.scale);
 #pragma unroll
         for (int c = 0; c < kColumns; ++c) o[c] = scale * fmaf(e, sum_lanes<28>(sq[c]), u[c] * kq);
-    }
-
-    // The first four lanes along K write one column each: 16 columns side by side in one instruction.
-    __device__ __forceinline__ void write(TilePlace p, int64_t t, const float (&o)[kColumns]) const {
-        static_assert(kColumns == 4, "one column to each of four lanes");
-        float mine = p.lane_k & 2 ? (p.lane_k & 1 ? o[3] : o[2]) : (p.lane_k & 1 ? o[1] : o[0]);
-        int column = p.column + p.lane_k;
-        if (p.lane_k >= kColumns || column >= call.shape.dim_v) return;
-        const gdelta_view &view = call.o;
-        store_element(view.data, view.dtype, offset_of(view, sequence.batch, sequence.begin + t, head) + column, mine);
+        if (call.o.data) write(p, t, o);
     }
 };
 
+// Whole sequences. While a stage is worked on, the next is fetched.
 template <int Width>
-__global__ void __launch_bounds__(2 * kForwardColumns)
-    recurrent_forward(const __grid_constant__ gdelta_forward_call call,
-                      const __grid_constant__ gdelta_recurrent_work work) {
-    __shared__ __align__(16) ForwardStage<Width> stages[2];
-    const gdelta_shape &shape = call.shape;
-    if (is_malformed(work)) return;
-
-    int tiles = gdelta_forward_tiles(shape.dim_v);
-    int64_t block = blockIdx.x / tiles;
-    Forward<Width> f = {call};
-    f.first_column = static_cast<int>(blockIdx.x % tiles) * kForwardColumns;
-    f.head = static_cast<int>(block % shape.heads_o);
-    bool reporter = f.head == 0 && f.first_column == 0 && threadIdx.x == 0;
-    f.sequence = find_sequence(shape, call.in, call.final, block / shape.heads_o, f.head, reporter);
-    f.gate = load_gate_parameters(call.in, f.head);
-
+__device__ __forceinline__ void run_long(const Forward<Width> &f, Tile<Width, Forward<Width>::kColumns> &s, TilePlace p,
+                                         ForwardStage<Width> (&stages)[2], const gdelta_recurrent_work &work) {
+    const gdelta_shape &shape = f.call.shape;
     int warp = threadIdx.x / 32, warps = blockDim.x / 32;
-    TilePlace p = tile_place<f.kColumns>(f.first_column);
-    int64_t length = f.sequence.length;
-    if (f.sequence.skip) {
-        float zeros[f.kColumns] = {};
-        for (int64_t t = 0; call.o.data && t < length; ++t) f.write(p, t, zeros);
-        return;
-    }
-
-    Tile<Width, Forward<Width>::kColumns> s;
-    clear_tile(s);
-    if (f.sequence.initial >= 0) load_state(s, p, call.in.initial, f.sequence.initial, shape.dim_k, shape.dim_v);
-
-    RawRow<Width> row;
+    int64_t length = f.at.sequence.length;
+    ForwardRow<Width> row;
+#pragma unroll 1
     for (int r = warp; r < kForwardStage && r < length; r += warps) {
         f.load(r, row);
         f.store(row, stages[0], r);
     }
-    float scale = static_cast<float>(shape.scale);
     gdelta_state_view checkpoints = {};
+    checkpoints.dtype = GDELTA_DTYPE_FP32;
     for (int64_t start = 0; start < length; start += kForwardStage) {
         __syncthreads();  // this stage is full, and all have left the other
         const ForwardStage<Width> &now = stages[start / kForwardStage % 2];
         ForwardStage<Width> &next = stages[(start / kForwardStage + 1) % 2];
         if (work.checkpoints && start > 0 && start % kRecurrentSegment == 0) {
-            checkpoints.data = checkpoint_at(work, shape, f.sequence, start, f.head);
-            checkpoints.dtype = GDELTA_DTYPE_FP32;
+            checkpoints.data = checkpoint_at(work, shape, f.at.sequence, start, f.head);
             store_state(s, p, checkpoints, 0, shape.dim_k, shape.dim_v);
         }
         int r = 0;
+#pragma unroll 1
         for (int ahead = warp; r < kForwardStage; ahead += warps) {
             int64_t t = start + kForwardStage + ahead;
             bool fetch = ahead < kForwardStage && t < length;
             if (fetch) f.load(t, row);
+#pragma unroll 1
             for (int end = r + warps; r < end && r < kForwardStage; ++r) {
-                if (start + r >= length) continue;
-                float o[f.kColumns];
-                f.token(s, p, now, r, scale, o);
-                if (call.o.data) f.write(p, start + r, o);
+                if (start + r < length) f.token(s, p, now, r, start + r);
             }
             if (fetch) f.store(row, next, ahead);
         }
     }
-    if (f.sequence.final >= 0) store_state(s, p, call.final, f.sequence.final, shape.dim_k, shape.dim_v);
+}
+
+// At most two stages of tokens: all rows at once, no prefetch, and so registers for one block an SM more.
+template <int Width>
+__device__ __forceinline__ void run_short(const Forward<Width> &f, Tile<Width, Forward<Width>::kColumns> &s,
+                                          TilePlace p, ForwardStage<Width> (&stages)[2]) {
+    int warps = blockDim.x / 32, length = static_cast<int>(f.at.sequence.length);
+#pragma unroll 1
+    for (int r = threadIdx.x / 32; r < length; r += warps) {
+        ForwardRow<Width> row;
+        f.load(r, row);
+        f.store(row, stages[r / kForwardStage], r % kForwardStage);
+    }
+    __syncthreads();
+#pragma unroll 1
+    for (int r = 0; r < length; ++r) f.token(s, p, stages[r / kForwardStage], r % kForwardStage, r);
+}
+
+template <int Width, bool Short>
+__global__ void __launch_bounds__(2 * kForwardColumns, Width <= 128 ? (Short ? 4 : 3) : 1)
+    recurrent_forward(const __grid_constant__ gdelta_forward_call call,
+                      const __grid_constant__ gdelta_recurrent_work work) {
+    __shared__ __align__(16) ForwardStage<Width> stages[2];
+    __shared__ Work at;
+    const gdelta_shape &shape = call.shape;
+    if (is_malformed(work)) return;
+
+    unsigned tiles = static_cast<unsigned>(gdelta_forward_tiles(shape.dim_v)), block = blockIdx.x / tiles;
+    Forward<Width> f = {call, at};
+    f.first_column = static_cast<int>(blockIdx.x % tiles) * kForwardColumns;
+    f.head = static_cast<int>(block % static_cast<unsigned>(shape.heads_o));
+    if (threadIdx.x == 0) {
+        bool reporter = f.head == 0 && f.first_column == 0;
+        int64_t n = block / static_cast<unsigned>(shape.heads_o);
+        find_work(shape, call.in, find_sequence(shape, call.in, call.final, n, f.head, reporter), f.head, at);
+        at.o = first_of(call.o, at.sequence, f.head);
+    }
+    __syncthreads();
+
+    TilePlace p = tile_place<f.kColumns>(f.first_column);
+    if (at.sequence.skip) {
+        float zeros[f.kColumns] = {};
+        for (int64_t t = 0; call.o.data && t < at.sequence.length; ++t) f.write(p, t, zeros);
+        return;
+    }
+    Tile<Width, Forward<Width>::kColumns> s;
+    clear_tile(s);
+    if (at.sequence.initial >= 0) load_state(s, p, call.in.initial, at.sequence.initial, shape.dim_k, shape.dim_v);
+    if (Short) {
+        run_short(f, s, p, stages);
+    } else {
+        run_long(f, s, p, stages, work);
+    }
+    if (f.at.sequence.final >= 0) store_state(s, p, call.final, f.at.sequence.final, shape.dim_k, shape.dim_v);
 }
 
 template <int Width>
@@ -198,7 +227,9 @@ static cudaError_t launch_forward(const gdelta_forward_call &call, const gdelta_
     config.gridDim = static_cast<unsigned>(shape.sequences * shape.heads_o * gdelta_forward_tiles(shape.dim_v));
     config.blockDim = static_cast<unsigned>((columns + warp_columns - 1) / warp_columns * 32);
     config.stream = stream;
-    return cudaLaunchKernelEx(&config, recurrent_forward<Width>, call, work);
+    bool is_short = shape.tokens <= 2 * kForwardStage;
+    return cudaLaunchKernelEx(&config, is_short ? recurrent_forward<Width, true> : recurrent_forward<Width, false>,
+                              call, work);
 }
 
 }  // namespace gdelta

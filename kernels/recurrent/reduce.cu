@@ -51,8 +51,10 @@ __global__ void __launch_bounds__(32 * kRowWarps)
         }
         int64_t batch = shape.packed ? 0 : row / shape.tokens, token = shape.packed ? row : row % shape.tokens;
         if (x.raw.data) {
+            Row<kCount> row_bits;
             float raw[kCount];
-            load_row(x.raw.data, x.raw.dtype, offset_of(x.raw, batch, token, head), x.dim, lane, raw);
+            row_bits.load(x.raw.data, x.raw.dtype, offset_of(x.raw, batch, token, head), x.dim, lane);
+            row_bits.values(x.raw.dtype, raw);
             row_norm_backward(shape, raw, row_norm(shape, raw), sum);
         }
         int64_t offset = offset_of(x.out, batch, token, head);

@@ -3,7 +3,7 @@
 #pragma once
 
 #include "kernels/launch.h"
-#include "kernels/rule/element.cuh"
+#include "kernels/rule/gate.cuh"
 
 namespace gdelta {
 
@@ -61,8 +61,33 @@ __device__ __forceinline__ Sequence find_sequence(const gdelta_shape &shape, con
 
 // The head of a tensor of `heads` heads that output head `head` reads.
 __device__ __forceinline__ int head_of(const gdelta_shape &shape, int head, int heads) {
-    if (shape.head_map == GDELTA_HEADS_TILED) return head % heads;
-    return static_cast<int>(static_cast<int64_t>(head) * heads / shape.heads_o);
+    if (heads == shape.heads_o) return head;
+    return shape.head_map == GDELTA_HEADS_TILED ? head % heads : head / (shape.heads_o / heads);  // heads divides
+}
+
+__device__ __forceinline__ int64_t first_of(const gdelta_view &view, const Sequence &s, int head) {
+    return s.batch * view.batch + s.begin * view.token + head * view.head;
+}
+
+// What a block knows of its sequence and output head. One thread finds it out; it stays in shared memory: 64-bit
+// offsets in registers, used once in many tokens, made the register tiles spill.
+struct Work {
+    Sequence sequence;
+    int64_t q, k, v, g, beta;  // element offsets of the first token, at the heads that the output head reads
+    int64_t o;                 // of o, or of its gradient
+    int64_t dv;
+    GateParameters gate;
+};
+
+__device__ __forceinline__ void find_work(const gdelta_shape &shape, const gdelta_inputs &in, const Sequence &s,
+                                          int head, Work &work) {
+    work.sequence = s;
+    work.q = first_of(in.q, s, head_of(shape, head, shape.heads_q));
+    work.k = first_of(in.k, s, head_of(shape, head, shape.heads_k));
+    work.v = first_of(in.v, s, head_of(shape, head, shape.heads_v));
+    work.g = first_of(in.g, s, head);
+    work.beta = first_of(in.beta, s, head);
+    work.gate = load_gate_parameters(in, head);
 }
 
 // Enqueues the check of cu_seqlens, which leaves its verdict in work.malformed; nothing if there is no table.

@@ -57,9 +57,9 @@ __device__ __forceinline__ void move_pack(float *x, T *at) {
     if (!Load) *reinterpret_cast<Pack<T, N> *>(at) = pack;
 }
 
-// Moves between a tile and one head's state at `state`: [K, V], or [V, K] if order says so. All columns (or 4 rows) at a
-// time where the address allows, else one by one. Store: Load = false. Outside K x V a load leaves the tile as it is, a
-// store writes nothing.
+// Moves between a tile and one head's state at `state`: [K, V], or [V, K] if order says so. All columns (or 4 rows) at
+// a time where the address allows, else one by one. Store: Load = false. Outside K x V a load leaves the tile as it is,
+// a store writes nothing.
 template <bool Load, int Width, int Columns, typename T>
 __device__ __forceinline__ void move_tile(Tile<Width, Columns> &s, TilePlace p, T *state, gdelta_state_order order,
                                           int dim_k, int dim_v) {

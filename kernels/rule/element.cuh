@@ -41,29 +41,53 @@ __device__ __forceinline__ void with_dtype(gdelta_dtype dtype, F f) {
     }
 }
 
-__device__ __forceinline__ float load_element(const void *data, gdelta_dtype dtype, int64_t i) {
-    if (dtype == GDELTA_DTYPE_BF16) return to_float(static_cast<const __nv_bfloat16 *>(data)[i]);
-    if (dtype == GDELTA_DTYPE_FP16) return to_float(static_cast<const __half *>(data)[i]);
-    return static_cast<const float *>(data)[i];
-}
-
 __device__ __forceinline__ void store_element(void *data, gdelta_dtype dtype, int64_t i, float x) {
     with_dtype(dtype, [&](auto *type) { from_float(x, static_cast<decltype(type)>(data) + i); });
 }
 
-// x[i] = row[lane + 32 i], zero from `count` on.
+// An element as it stands in memory. Loads give bits and turn into numbers where they are used, so that no load waits
+// for the one before it.
+__device__ __forceinline__ uint32_t load_bits(const void *data, gdelta_dtype dtype, int64_t i) {
+    return dtype == GDELTA_DTYPE_FP32 ? static_cast<const uint32_t *>(data)[i] : static_cast<const uint16_t *>(data)[i];
+}
+
+__device__ __forceinline__ float bits_to_float(uint32_t bits, gdelta_dtype dtype) {
+    if (dtype == GDELTA_DTYPE_BF16) return __uint_as_float(bits << 16);
+    if (dtype == GDELTA_DTYPE_FP16) return __half2float(__ushort_as_half(static_cast<unsigned short>(bits)));
+    return __uint_as_float(bits);
+}
+
+__device__ __forceinline__ float load_element(const void *data, gdelta_dtype dtype, int64_t i) {
+    return bits_to_float(load_bits(data, dtype, i), dtype);
+}
+
+// The elements lane + 32 i of a row of `count`, zero from there on.
 template <int N>
-__device__ __forceinline__ void load_row(const void *data, gdelta_dtype dtype, int64_t offset, int count, int lane,
-                                         float (&x)[N]) {
-    with_dtype(dtype, [&](auto *type) {
-        auto *row = static_cast<decltype(type)>(const_cast<void *>(data)) + offset;
+struct Row {
+    uint32_t bits[N];
+
+    __device__ __forceinline__ void load(const void *data, gdelta_dtype dtype, int64_t offset, int count, int lane) {
+        if (dtype == GDELTA_DTYPE_FP32) {
+            load_as(static_cast<const uint32_t *>(data) + offset, count, lane);
+        } else {
+            load_as(static_cast<const uint16_t *>(data) + offset, count, lane);
+        }
+    }
+
+    template <typename T>
+    __device__ __forceinline__ void load_as(const T *row, int count, int lane) {
 #pragma unroll
         for (int i = 0; i < N; ++i) {
-            int d = lane + 32 * i;
-            x[i] = d < count ? to_float(row[d]) : 0.0f;
+            bits[i] = 0;
+            if (lane + 32 * i < count) bits[i] = row[lane + 32 * i];
         }
-    });
-}
+    }
+
+    __device__ __forceinline__ void values(gdelta_dtype dtype, float (&x)[N]) const {
+#pragma unroll
+        for (int i = 0; i < N; ++i) x[i] = bits_to_float(bits[i], dtype);
+    }
+};
 
 __device__ __forceinline__ int64_t load_index(const gdelta_table &table, int64_t i) {
     return table.is_int64 ? static_cast<const int64_t *>(table.data)[i] : static_cast<const int32_t *>(table.data)[i];

@@ -46,18 +46,25 @@ __device__ __forceinline__ float beta_slope(gdelta_beta mode, float x) {
     return mode == GDELTA_BETA_SIGMOID ? slope : 2.0f * slope;
 }
 
-// exp(g) of one token, 1 without a gate.
-__device__ __forceinline__ float load_decay(const gdelta_shape &shape, const gdelta_inputs &in, GateParameters p,
-                                            int64_t batch, int64_t token, int head) {
-    if (!in.g.data) return 1.0f;
-    return decay_of(shape.gate, load_element(in.g.data, in.g.dtype, offset_of(in.g, batch, token, head)), p);
-}
+// One token's g and beta on their way from memory.
+struct Gates {
+    uint32_t g, beta;
 
-// beta of one token, 1 without a beta.
-__device__ __forceinline__ float load_beta(const gdelta_shape &shape, const gdelta_inputs &in, int64_t batch,
-                                           int64_t token, int head) {
-    if (!in.beta.data) return 1.0f;
-    return beta_of(shape.beta, load_element(in.beta.data, in.beta.dtype, offset_of(in.beta, batch, token, head)));
-}
+    // At element offsets of g and beta.
+    __device__ __forceinline__ void load(const gdelta_inputs &in, int64_t at_g, int64_t at_beta) {
+        if (in.g.data) g = load_bits(in.g.data, in.g.dtype, at_g);
+        if (in.beta.data) beta = load_bits(in.beta.data, in.beta.dtype, at_beta);
+    }
+
+    // exp(g), 1 without a gate.
+    __device__ __forceinline__ float decay(const gdelta_shape &shape, const gdelta_inputs &in, GateParameters p) const {
+        return in.g.data ? decay_of(shape.gate, bits_to_float(g, in.g.dtype), p) : 1.0f;
+    }
+
+    // beta, 1 without a beta.
+    __device__ __forceinline__ float beta_value(const gdelta_shape &shape, const gdelta_inputs &in) const {
+        return in.beta.data ? beta_of(shape.beta, bits_to_float(beta, in.beta.dtype)) : 1.0f;
+    }
+};
 
 }  // namespace gdelta

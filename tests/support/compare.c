@@ -1,0 +1,174 @@
+#include "compare.h"
+
+#include <inttypes.h>
+#include <math.h>
+#include <stdio.h>
+#include <string.h>
+
+#include "fill.h"
+
+/* ---- Tolerances ---- */
+
+typedef enum tensor_kind { kResult, kGradient, kGateGradient, kKinds } tensor_kind;
+
+/* Relative L2 error of an engine's own arithmetic, by kind. */
+static const double arithmetic[kEngines][kKinds] = {
+    [kReference] = {1e-12, 1e-12, 1e-12},
+    [kRecurrent] = {1e-5, 1e-5, 1e-4},
+};
+
+/* And where both results are rounded to a type: not each element falls to the same side. */
+static const double rounding[] = {
+    [GDELTA_DTYPE_BF16] = 5e-3,
+    [GDELTA_DTYPE_FP16] = 1e-3,
+    [GDELTA_DTYPE_FP32] = 1e-7,
+    [GDELTA_DTYPE_FP64] = 0,
+};
+
+static tensor_kind kind_of(role role) {
+    if (role == kO || role == kFinal) return kResult;
+    return role == kDG || role == kDBeta || role == kDALog || role == kDDtBias ? kGateGradient : kGradient;
+}
+
+double compare_tolerance(const test_engine *engine, role role, gdelta_dtype dtype) {
+    return fmax(arithmetic[engine - test_engines][kind_of(role)], rounding[dtype]);
+}
+
+/* A root mean square below which a tensor counts as zero: above the subnormal numbers of the type, and for bf16 and
+ * fp32 with room for the products of two such numbers' factors. */
+static double tiny(gdelta_dtype dtype) {
+    return dtype == GDELTA_DTYPE_FP16 ? 0x1p-14 : 1e-30;
+}
+
+/* ---- Slices ---- */
+
+static int64_t rows_of(slice s) {
+    return s.rows ? s.rows : instance_rows(s.of, s.role, s.sequence) - s.row;
+}
+
+static const void *element(slice s, int64_t row, int64_t head, int64_t column) {
+    return instance_at(s.of, s.role, s.sequence, s.row + row, head, column);
+}
+
+static double value(slice s, int64_t row, int64_t head, int64_t column) {
+    return instance_get(s.of, s.role, s.sequence, s.row + row, head, column);
+}
+
+static bool same_shape(slice got, slice want) {
+    if (rows_of(got) == rows_of(want) && instance_heads(got.of, got.role) == instance_heads(want.of, want.role) &&
+        instance_columns(got.of, got.role) == instance_columns(want.of, want.role)) {
+        return true;
+    }
+    fprintf(stderr, "%s and %s have different shapes\n  case: %s\n", role_name(got.role), role_name(want.role),
+            case_line(&got.of->c));
+    return false;
+}
+
+static void print_element(slice got, slice want, int64_t row, int64_t head, int64_t column) {
+    fprintf(stderr,
+            "  at sequence %" PRId64 ", row %" PRId64 ", head %" PRId64 ", column %" PRId64
+            ": got %.9g, want %.9g (%s)\n  case: %s\n",
+            got.sequence, got.row + row, head, column, value(got, row, head, column), value(want, row, head, column),
+            role_name(want.role), case_line(&got.of->c));
+}
+
+bool compare_slices(slice got, slice want, double tolerance) {
+    if (!same_shape(got, want)) return false;
+    int64_t rows = rows_of(got), columns = instance_columns(got.of, got.role);
+    gdelta_dtype dtype = got.of->tensor[got.role].dtype;
+    for (int64_t head = 0; head < instance_heads(got.of, got.role); ++head) {
+        double error = 0, size = 0, worst = -1;
+        int64_t worst_row = 0, worst_column = 0;
+        for (int64_t row = 0; row < rows; ++row) {
+            for (int64_t column = 0; column < columns; ++column) {
+                double w = fill_round(dtype, value(want, row, head, column));
+                double difference = fabs(value(got, row, head, column) - w);
+                size += w * w;
+                error += difference * difference;
+                if (difference <= worst) continue;
+                worst = isnan(difference) ? INFINITY : difference;
+                worst_row = row;
+                worst_column = column;
+            }
+        }
+        size = fmax(sqrt(size), tiny(dtype) * sqrt((double)(rows * columns)));
+        if (rows * columns == 0 || sqrt(error) <= tolerance * size) continue;
+        fprintf(stderr, "%s: relative error %.3g, tolerance %.3g\n", role_name(got.role), sqrt(error) / size,
+                tolerance);
+        print_element(got, want, worst_row, head, worst_column);
+        return false;
+    }
+    return true;
+}
+
+bool compare_slice_bits(slice got, slice want) {
+    if (!same_shape(got, want)) return false;
+    size_t bytes = got.of->tensor[got.role].bytes;
+    if (bytes != want.of->tensor[want.role].bytes) {
+        fprintf(stderr, "%s and %s have different types\n", role_name(got.role), role_name(want.role));
+        return false;
+    }
+    for (int64_t row = 0; row < rows_of(got); ++row) {
+        for (int64_t head = 0; head < instance_heads(got.of, got.role); ++head) {
+            for (int64_t column = 0; column < instance_columns(got.of, got.role); ++column) {
+                if (memcmp(element(got, row, head, column), element(want, row, head, column), bytes) == 0) continue;
+                fprintf(stderr, "%s: different bits\n", role_name(got.role));
+                print_element(got, want, row, head, column);
+                return false;
+            }
+        }
+    }
+    return true;
+}
+
+/* ---- Whole tensors ---- */
+
+bool compare_instances(const instance *got, const instance *want, uint32_t roles, const test_engine *engine) {
+    bool good = true;
+    for (role r = 0; r < kRoles; ++r) {
+        if (!(roles & ROLE(r))) continue;
+        double tolerance = compare_tolerance(engine, r, got->tensor[r].dtype);
+        for (int64_t n = 0; n < instance_sequences(got, r); ++n) {
+            if (compare_slices((slice){got, r, n, 0, 0}, (slice){want, r, n, 0, 0}, tolerance)) continue;
+            good = false;
+            break;
+        }
+    }
+    return good;
+}
+
+bool compare_bits(const instance *got, const instance *want, uint32_t roles) {
+    bool good = true;
+    for (role r = 0; r < kRoles; ++r) {
+        if (!(roles & ROLE(r))) continue;
+        for (int64_t n = 0; n < instance_sequences(got, r); ++n) {
+            if (compare_slice_bits((slice){got, r, n, 0, 0}, (slice){want, r, n, 0, 0})) continue;
+            good = false;
+            break;
+        }
+    }
+    return good;
+}
+
+/* ---- Engine against reference ---- */
+
+bool check_instance(instance *x, const test_engine *engine, unsigned operations) {
+    instance plain;
+    instance_create_plain(&plain, x);
+    bool good = true;
+    for (gdelta_operation operation = 0; operation <= GDELTA_OPERATION_STEP; ++operation) {
+        if (!(operations & OPERATION(operation))) continue;
+        good = instance_run(x, engine, operation) && instance_run(&plain, &test_engines[kReference], operation) &&
+               compare_instances(x, &plain, instance_outputs(&plain, operation), engine) && good;
+    }
+    instance_destroy(&plain);
+    return good;
+}
+
+bool check_case(const test_case *c, const test_engine *engine, unsigned operations) {
+    instance x;
+    instance_create(&x, c);
+    bool good = check_instance(&x, engine, operations);
+    instance_destroy(&x);
+    return good;
+}

@@ -1,0 +1,41 @@
+/* Is a result what it should be? Every function prints what differs, with the case's line, and returns false. */
+#ifndef GDELTA_TESTS_COMPARE_H
+#define GDELTA_TESTS_COMPARE_H
+
+#include "case.h"
+
+/* `rows` rows of one sequence of a tensor, from `row` on; rows 0: all the rest. */
+typedef struct slice {
+    const instance *of;
+    role role;
+    int64_t sequence, row, rows;
+} slice;
+
+/* Relative L2 error of each head, at most `tolerance`, after rounding `want` to the type of `got`. NaN never passes.
+ * Where all of `want` is zero or tiny, its size is taken as what the type can hold well: so `got` must then be zero but
+ * for underflow. */
+bool compare_slices(slice got, slice want, double tolerance);
+/* The same bits. */
+bool compare_slice_bits(slice got, slice want);
+
+/* The same for whole tensors, of equal shapes: every sequence of every role in the set, with the tolerance of the
+ * engine, the role and its type. */
+bool compare_instances(const instance *got, const instance *want, uint32_t roles, const test_engine *engine);
+bool compare_bits(const instance *got, const instance *want, uint32_t roles);
+
+double compare_tolerance(const test_engine *engine, role role, gdelta_dtype dtype);
+
+/* A set of operations. */
+#define OPERATION(operation) (1u << (operation))
+enum {
+    kForward = OPERATION(GDELTA_OPERATION_FORWARD),
+    kBackward = OPERATION(GDELTA_OPERATION_BACKWARD),
+    kStep = OPERATION(GDELTA_OPERATION_STEP),
+    kTraining = kForward | kBackward
+};
+
+/* Runs the operations on the engine, and on the reference in the plainest form, and compares. */
+bool check_instance(instance *x, const test_engine *engine, unsigned operations);
+bool check_case(const test_case *c, const test_engine *engine, unsigned operations);
+
+#endif /* GDELTA_TESTS_COMPARE_H */

@@ -1,0 +1,30 @@
+/* ENGINE_TEST(suite, name, parts) { ... engine, part ... }: a Criterion test that runs with every engine of
+ * test_engines and every part from 0 on, each in a process of its own. On an engine that needs a GPU it is skipped
+ * where there is none (see gpu_require). GPU_ENGINE_TEST leaves out the engines that need none. */
+#ifndef GDELTA_TESTS_ENGINE_TEST_H
+#define GDELTA_TESTS_ENGINE_TEST_H
+
+#include <criterion/criterion.h>
+#include <criterion/parameterized.h>
+
+#include "case.h"
+
+#define ENGINE_TEST(suite, name, parts) ENGINE_TEST_FROM(0, suite, name, parts)
+#define GPU_ENGINE_TEST(suite, name, parts) ENGINE_TEST_FROM(kReference + 1, suite, name, parts)
+
+#define ENGINE_TEST_FROM(first, suite, name, parts)                            \
+    static void suite##_##name(const test_engine *engine, int part);           \
+    ParameterizedTestParameters(suite, name) {                                 \
+        enum { kCount = (kEngines - (first)) * (parts) };                      \
+        static int indices[kCount];                                            \
+        for (int i = 0; i < kCount; ++i) indices[i] = i;                       \
+        return cr_make_param_array(int, indices, kCount, NULL);                \
+    }                                                                          \
+    ParameterizedTest(const int *index, suite, name) {                         \
+        const test_engine *engine = &test_engines[(first) + *index / (parts)]; \
+        if (engine->on_gpu) gpu_require(#suite "/" #name);                     \
+        suite##_##name(engine, *index % (parts));                              \
+    }                                                                          \
+    static void suite##_##name(const test_engine *engine, int part __attribute__((unused)))
+
+#endif /* GDELTA_TESTS_ENGINE_TEST_H */
