@@ -1,0 +1,20 @@
+// st.global: one store of 8 or 16 bytes (PTX ISA, "Data Movement and Conversion Instructions: st"). The address is
+// aligned to the size. The compiler splits vector stores that stand under a predicate into stores of single words, four
+// times the transactions; an instruction written out stays whole. It writes memory, hence the clobber.
+#pragma once
+
+#include <cstdint>
+
+namespace gdelta {
+
+__device__ __forceinline__ void st_global(void *at, uint2 x) {
+    asm volatile("st.global.v2.b32 [%0], {%1, %2};" ::"l"(__cvta_generic_to_global(at)), "r"(x.x), "r"(x.y) : "memory");
+}
+
+__device__ __forceinline__ void st_global(void *at, uint4 x) {
+    asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(__cvta_generic_to_global(at)), "r"(x.x), "r"(x.y),
+                 "r"(x.z), "r"(x.w)
+                 : "memory");
+}
+
+}  // namespace gdelta
