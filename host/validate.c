@@ -335,7 +335,7 @@ static gdelta_status check_slots(const checker *c, const char *name, const gdelt
         return GDELTA_OK;
     }
     REQUIRE(slot_count >= 1 && slot_count <= INT64_MAX / 2,
-            "%s.slot_count is %" PRId64 "; with slots it must be at least 1", name, slot_count);
+            "%s.slot_count is %" PRId64 "; with slots it must be 1 to 2^62", name, slot_count);
     const void *host = readable(c, index);
     if (host == NULL) return GDELTA_OK;
     for (int64_t i = 0; i < c->shape->sequences; ++i) {
@@ -479,9 +479,9 @@ gdelta_status gdelta_validate_forward(const gdelta_problem *problem, const gdelt
     REQUIRE(a->reserved == 0, "args.reserved is %" PRIu32 "; it must be 0", a->reserved);
     if (a->checkpoints.data != NULL || a->checkpoints.slots.data != NULL || a->checkpoint_interval != 0) {
         return gdelta_fail(GDELTA_ERROR_UNSUPPORTED,
-                           "checkpoints.data is %p and checkpoint_interval is %" PRId64
+                           "checkpoints.data is %p, checkpoints.slots.data is %p, checkpoint_interval is %" PRId64
                            "; state checkpoints are not in this version",
-                           a->checkpoints.data, a->checkpoint_interval);
+                           a->checkpoints.data, a->checkpoints.slots.data, a->checkpoint_interval);
     }
     memset(call, 0, sizeof *call);
     call->shape = *shape;

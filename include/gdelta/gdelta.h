@@ -224,7 +224,7 @@ typedef struct gdelta_problem {
  * element (g and beta have none: 0 or 1). With THD the batch stride must be 0. Strides are positive for axes longer
  * than 1, and no two elements of an output may share an address. data is aligned to its element. */
 typedef struct gdelta_tensor {
-    void *data;         /* NULL: absent, where that is allowed */
+    void *data;         /* NULL: absent, where that is allowed; the other fields then do not matter */
     gdelta_dtype dtype; /* default: the problem's dtype for this role */
     int32_t reserved;   /* 0 */
     int64_t stride[4];  /* elements: batch, token, head, innermost */
@@ -244,9 +244,10 @@ typedef struct gdelta_index {
  * Without slots, sequence n uses entry n. With slots it uses entry slots[n] of a pool of slot_count entries, and
  * slots[n] = -1 skips the sequence: its output rows are 0 and no state of it is read or written. A slot outside
  * -1..slot_count-1 skips too, and is reported in device_status. Two sequences must not write one slot, nor one write
- * what another reads; a sequence may write the slot that it read (in place).
- * Strides in elements: [slot, head, row, element]; all zero: contiguous. Slot and head strides are free, one head's
- * matrix is contiguous. Padding between slots is never touched. */
+ * what another reads; a sequence may write the slot that it read (in place: same data, dtype and strides). A slot that
+ * is out of range in either table skips the sequence in both. Strides in elements: [slot, head, row, element]; all
+ * zero: contiguous. Slot and head strides are free, one head's matrix is contiguous. Padding between slots is never
+ * touched. */
 typedef struct gdelta_state {
     void *data;         /* NULL: absent */
     gdelta_dtype dtype; /* default: the problem's state_dtype */

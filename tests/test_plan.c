@@ -1,0 +1,397 @@
+/* Plans without a GPU: what is supported, the line that describes a plan, and the bytes that it asks for. */
+#include <criterion/criterion.h>
+#include <pthread.h>
+#include <stdio.h>
+#include <string.h>
+
+#include <gdelta/gdelta.h>
+
+static gdelta_problem dense(int64_t batch, int64_t tokens) {
+    return (gdelta_problem){.struct_size = sizeof(gdelta_problem),
+                            .batch = batch,
+                            .tokens = tokens,
+                            .heads_q = 2,
+                            .heads_k = 2,
+                            .heads_v = 4,
+                            .dim_k = 64,
+                            .dim_v = 128,
+                            .compute_capability = 90,
+                            .multiprocessors = 132};
+}
+
+static gdelta_problem packed(int64_t sequences, int64_t total_tokens) {
+    gdelta_problem problem = dense(0, 0);
+    problem.layout = GDELTA_LAYOUT_THD;
+    problem.sequences = sequences;
+    problem.total_tokens = total_tokens;
+    return problem;
+}
+
+static gdelta_plan *plan_of(const gdelta_problem *problem) {
+    gdelta_plan *plan = NULL;
+    cr_assert_eq(gdelta_plan_create(problem, &plan), GDELTA_OK, "%s", gdelta_last_error());
+    cr_assert_not_null(plan);
+    return plan;
+}
+
+typedef struct sizes {
+    size_t forward, backward, saved;
+} sizes;
+
+static sizes sizes_of(const gdelta_problem *problem) {
+    gdelta_plan *plan = plan_of(problem);
+    sizes s;
+    cr_assert_eq(gdelta_plan_workspace_size(plan, GDELTA_OPERATION_FORWARD, &s.forward), GDELTA_OK);
+    cr_assert_eq(gdelta_plan_workspace_size(plan, GDELTA_OPERATION_BACKWARD, &s.backward), GDELTA_OK);
+    cr_assert_eq(gdelta_plan_saved_size(plan, &s.saved), GDELTA_OK);
+    gdelta_plan_destroy(plan);
+    return s;
+}
+
+/* ---- Sizes ---- */
+
+static size_t padded(size_t bytes) {
+    return (bytes + 255) & ~(size_t)255;
+}
+
+/* The parts of kernels/launch.h, in fp32: states after every 64 rows, parts of dq and dk for each tile of V, parts of
+ * dv where query heads share one, ddecay and dbeta for each tile. A tile of backward is 8 warps x 4 lanes x 4 columns
+ * of V, 2 columns where K passes 128. The word `malformed` comes with packed sequences. */
+static sizes expected_sizes(const gdelta_problem *p) {
+    bool thd = p->layout == GDELTA_LAYOUT_THD, saves = p->save_mode == GDELTA_SAVE_STATES;
+    size_t rows = (size_t)(thd ? p->total_tokens : p->batch * p->tokens);
+    size_t heads = (size_t)(p->heads_q > p->heads_v ? p->heads_q : p->heads_v);
+    size_t k = (size_t)p->dim_k, v = (size_t)p->dim_v;
+    size_t columns = k <= 128 ? 128 : 64, tiles = (v + columns - 1) / columns;
+    size_t malformed = thd ? 256 : 0, states = rows / 64 * heads * k * v * 4;
+    sizes s = {.forward = malformed, .saved = saves ? states : 0};
+    s.backward = malformed + (saves ? 0 : padded(states)) + 2 * padded(rows * heads * tiles * k * 4) +
+                 (p->heads_v < p->heads_q ? padded(rows * heads * v * 4) : 0) + 2 * padded(heads * tiles * rows * 4);
+    return s;
+}
+
+Test(plan, sizes_are_the_sum_of_the_parts) {
+    static const struct {
+        int64_t batch, tokens;
+        int32_t heads_q, heads_k, heads_v, dim_k, dim_v;
+    } shapes[] = {
+        {1, 1, 1, 1, 1, 1, 1},           {4, 8192, 16, 16, 32, 128, 128}, {3, 63, 2, 2, 4, 64, 65},
+        {1, 64, 8, 2, 2, 96, 192},       {2, 65, 4, 4, 4, 129, 128},      {5, 257, 2, 2, 6, 256, 256},
+        {7, 100, 6, 3, 3, 40, 129},      {1, 0, 2, 2, 2, 64, 64},         {131072, 1, 16, 16, 32, 128, 128},
+        {1, 1 << 20, 4, 4, 8, 128, 256},
+    };
+    for (size_t i = 0; i < sizeof shapes / sizeof *shapes; ++i) {
+        for (int mode = 0; mode < 4; ++mode) {
+            int64_t rows = shapes[i].batch * shapes[i].tokens;
+            gdelta_problem p = mode & 1 ? packed(shapes[i].batch, rows) : dense(shapes[i].batch, shapes[i].tokens);
+            p.save_mode = mode & 2 ? GDELTA_SAVE_STATES : GDELTA_SAVE_COMPACT;
+            p.heads_q = shapes[i].heads_q, p.heads_k = shapes[i].heads_k, p.heads_v = shapes[i].heads_v;
+            p.dim_k = shapes[i].dim_k, p.dim_v = shapes[i].dim_v;
+            sizes got = sizes_of(&p), want = expected_sizes(&p);
+            cr_expect_eq(got.forward, want.forward, "shape %zu, mode %d: %zu not %zu", i, mode, got.forward,
+                         want.forward);
+            cr_expect_eq(got.backward, want.backward, "shape %zu, mode %d: %zu not %zu", i, mode, got.backward,
+                         want.backward);
+            cr_expect_eq(got.saved, want.saved, "shape %zu, mode %d: %zu not %zu", i, mode, got.saved, want.saved);
+            cr_expect(got.forward % 256 == 0 && got.backward % 256 == 0, "shape %zu, mode %d", i, mode);
+        }
+    }
+}
+
+Test(plan, saved_states_spare_backward_their_workspace) {
+    for (int thd = 0; thd < 2; ++thd) {
+        gdelta_problem compact = thd ? packed(3, 1000) : dense(3, 640), states = compact;
+        states.save_mode = GDELTA_SAVE_STATES;
+        sizes c = sizes_of(&compact), s = sizes_of(&states);
+        cr_expect_eq(c.saved, 0);
+        cr_expect_gt(s.saved, 0);
+        cr_expect_eq(s.forward, c.forward);
+        cr_expect_lt(s.backward, c.backward);
+    }
+}
+
+/* A dense forward and step need nothing; a packed forward needs one aligned word. */
+Test(plan, forward_needs_next_to_nothing) {
+    gdelta_problem step = dense(131072, 4), thd = packed(5, 100000);
+    cr_expect_eq(sizes_of(&step).forward, 0);
+    cr_expect_eq(sizes_of(&thd).forward, 256);
+    gdelta_plan *plan = plan_of(&step);
+    size_t bytes = 7;
+    cr_expect_eq(gdelta_plan_workspace_size(plan, GDELTA_OPERATION_STEP, &bytes), GDELTA_OK);
+    cr_expect_eq(bytes, 0);
+    gdelta_plan_destroy(plan);
+}
+
+static void expect_growth(const gdelta_problem *smaller, const gdelta_problem *larger, const char *what,
+                          int64_t value) {
+    sizes a = sizes_of(smaller), b = sizes_of(larger);
+    cr_expect(a.forward <= b.forward && a.backward <= b.backward && a.saved <= b.saved, "%s %lld", what,
+              (long long)value);
+}
+
+Test(plan, sizes_never_shrink) {
+    for (int mode = GDELTA_SAVE_COMPACT; mode <= GDELTA_SAVE_STATES; ++mode) {
+        gdelta_problem a, b;
+        for (int64_t n = 1; n < 600; ++n) {
+            a = dense(n, 37), b = dense(n + 1, 37);
+            a.save_mode = b.save_mode = mode;
+            expect_growth(&a, &b, "batch", n);
+            a = dense(3, n - 1), b = dense(3, n);
+            a.save_mode = b.save_mode = mode;
+            expect_growth(&a, &b, "tokens", n);
+            a = packed(n, 300), b = packed(n + 1, 300);
+            a.save_mode = b.save_mode = mode;
+            expect_growth(&a, &b, "sequences", n);
+            a = packed(4, n - 1), b = packed(4, n);
+            a.save_mode = b.save_mode = mode;
+            expect_growth(&a, &b, "total_tokens", n);
+            a = packed(4, 600), b = packed(4, 600); /* 0, not known, counts as total_tokens */
+            a.tokens = n, b.tokens = n + 1;
+            a.save_mode = b.save_mode = mode;
+            expect_growth(&a, &b, "longest sequence", n);
+            b.tokens = 0;
+            expect_growth(&a, &b, "longest sequence not known", n);
+        }
+    }
+}
+
+/* ---- Describe ---- */
+
+enum { kLine = 512 };
+
+static size_t describe(const gdelta_problem *problem, char line[kLine]) {
+    gdelta_plan *plan = plan_of(problem);
+    size_t length = gdelta_plan_describe(plan, line, kLine);
+    gdelta_plan_destroy(plan);
+    return length;
+}
+
+Test(plan, describe_says_what_was_decided) {
+    static const int32_t capabilities[] = {80, 90, 120};
+    static const char *const layouts[] = {"BSHD", "SBHD", "BHSD", "THD"};
+    static const char *const dtypes[] = {"bf16", "bf16", "fp16", "fp32"};
+    char line[kLine], words[80];
+    for (size_t i = 0; i < sizeof capabilities / sizeof *capabilities; ++i) {
+        for (int layout = 0; layout < 4; ++layout) {
+            gdelta_problem p = layout == GDELTA_LAYOUT_THD ? packed(3, 300) : dense(3, 100);
+            p.layout = layout;
+            p.dtype = layout;
+            p.compute_capability = capabilities[i];
+            p.multiprocessors = 77;
+            size_t length = describe(&p, line);
+            cr_expect_eq(length, strlen(line));
+            cr_expect_null(strchr(line, '\n'), "one line: '%s'", line);
+            snprintf(words, sizeof words, "recurrent: %s N=3 T=%d rows=300 heads=2/2/4 K=64 V=128 %s, sm_%d x 77",
+                     layouts[layout], layout == GDELTA_LAYOUT_THD ? 300 : 100, dtypes[layout], (int)capabilities[i]);
+            cr_expect_eq(strncmp(line, words, strlen(words)), 0, "'%s' is not '%s...'", line, words);
+            sizes s = expected_sizes(&p);
+            snprintf(words, sizeof words, "workspace %zu forward, %zu backward, saved %zu bytes", s.forward, s.backward,
+                     s.saved);
+            cr_expect_not_null(strstr(line, words), "'%s' lacks '%s'", line, words);
+        }
+    }
+}
+
+Test(plan, describe_cuts_like_snprintf) {
+    gdelta_problem problem = dense(2, 64);
+    gdelta_plan *plan = plan_of(&problem);
+    char whole[kLine], part[kLine];
+    size_t length = gdelta_plan_describe(plan, whole, sizeof whole);
+    cr_assert(length > 40 && length < kLine);
+    cr_expect_eq(gdelta_plan_describe(plan, NULL, 0), length);
+    for (size_t size = 1; size <= length + 2; ++size) {
+        memset(part, '#', sizeof part);
+        size_t kept = size <= length ? size - 1 : length;
+        cr_expect_eq(gdelta_plan_describe(plan, part, size), length);
+        cr_expect_eq(strlen(part), kept, "%zu", size);
+        cr_expect_eq(memcmp(part, whole, kept), 0, "%zu", size);
+        cr_expect_eq(part[size], '#', "%zu bytes: written past", size);
+    }
+    gdelta_plan_destroy(plan);
+    part[0] = 'x';
+    cr_expect_eq(gdelta_plan_describe(NULL, part, 0), 0);
+    cr_expect_eq(part[0], 'x');
+    cr_expect_eq(gdelta_plan_describe(NULL, part, sizeof part), 0);
+    cr_expect_eq(part[0], '\0');
+}
+
+/* Zero means default: naming the defaults changes nothing. */
+Test(plan, zeros_are_the_defaults) {
+    gdelta_problem zeros = dense(2, 64), named = zeros;
+    named.layout = GDELTA_LAYOUT_BSHD;
+    named.engine = GDELTA_ENGINE_RECURRENT;
+    named.dtype = GDELTA_DTYPE_BF16;
+    named.gate_dtype = named.beta_dtype = named.state_dtype = GDELTA_DTYPE_FP32;
+    named.has_scale = 1;
+    named.scale = 0.125; /* 64^-1/2 */
+    char a[kLine], b[kLine];
+    describe(&zeros, a);
+    describe(&named, b);
+    cr_expect_str_eq(a, b);
+}
+
+/* ---- Same problem, same plan; one plan, many threads ---- */
+
+Test(plan, the_same_problem_gives_the_same_plan) {
+    gdelta_problem problems[] = {dense(3, 100), packed(4, 1000)};
+    for (int i = 0; i < 2; ++i) {
+        char a[kLine], b[kLine];
+        gdelta_problem before = problems[i];
+        sizes first = sizes_of(&problems[i]), second = sizes_of(&problems[i]);
+        cr_expect_eq(memcmp(&first, &second, sizeof first), 0);
+        describe(&problems[i], a);
+        describe(&problems[i], b);
+        cr_expect_str_eq(a, b);
+        cr_expect_eq(memcmp(&before, &problems[i], sizeof before), 0, "the problem has changed");
+    }
+}
+
+typedef struct reader {
+    const gdelta_plan *plan;
+    const char *line;
+    size_t backward;
+    int mistakes;
+} reader;
+
+static void *read_plan(void *argument) {
+    reader *r = argument;
+    for (int i = 0; i < 2000; ++i) {
+        char line[kLine];
+        size_t bytes = 0, saved = 1;
+        gdelta_plan_describe(r->plan, line, sizeof line);
+        gdelta_status status = gdelta_plan_workspace_size(r->plan, GDELTA_OPERATION_BACKWARD, &bytes);
+        if (status == GDELTA_OK) status = gdelta_plan_saved_size(r->plan, &saved);
+        r->mistakes += status != GDELTA_OK || bytes != r->backward || saved != 0 || strcmp(line, r->line) != 0;
+    }
+    return NULL;
+}
+
+Test(plan, threads_share_one_plan) {
+    enum { kThreads = 4 };
+    gdelta_problem problem = dense(3, 100);
+    gdelta_plan *plan = plan_of(&problem);
+    char line[kLine];
+    gdelta_plan_describe(plan, line, sizeof line);
+    pthread_t threads[kThreads];
+    reader readers[kThreads];
+    for (int i = 0; i < kThreads; ++i) {
+        readers[i] = (reader){.plan = plan, .line = line, .backward = expected_sizes(&problem).backward};
+        cr_assert_eq(pthread_create(&threads[i], NULL, read_plan, &readers[i]), 0);
+    }
+    for (int i = 0; i < kThreads; ++i) {
+        pthread_join(threads[i], NULL);
+        cr_expect_eq(readers[i].mistakes, 0, "thread %d", i);
+    }
+    gdelta_plan_destroy(plan);
+}
+
+/* ---- Supported ---- */
+
+static void expect_refusal(const gdelta_problem *problem, gdelta_operation operation, gdelta_status wanted,
+                           const char *start) {
+    const char *reason = NULL;
+    gdelta_status status = gdelta_supported(problem, operation, 90, &reason);
+    cr_expect_eq(status, wanted, "'%s': %s", start, gdelta_status_string(status));
+    cr_expect_eq(reason, gdelta_last_error(), "the reason is the last error");
+    cr_expect_eq(strncmp(reason, start, strlen(start)), 0, "'%s' is not '%s...'", reason, start);
+    cr_expect_eq(gdelta_supported(problem, operation, 90, NULL), wanted, "without a reason");
+}
+
+Test(supported, operations) {
+    gdelta_problem many = dense(2, 17), none = dense(2, 0), thd = packed(2, 32), good = dense(2, 16);
+    const gdelta_status invalid = GDELTA_ERROR_INVALID_ARGUMENT, unsupported = GDELTA_ERROR_UNSUPPORTED;
+    expect_refusal(&many, GDELTA_OPERATION_STEP, invalid, "tokens is 17; a step takes 1 to 16 tokens");
+    expect_refusal(&none, GDELTA_OPERATION_STEP, invalid, "tokens is 0; a step takes 1 to 16 tokens");
+    expect_refusal(&thd, GDELTA_OPERATION_STEP, unsupported, "layout is THD; a step takes dense layouts");
+    expect_refusal(&good, GDELTA_OPERATION_COMMIT, unsupported, "commit is not in this version");
+    expect_refusal(&good, 4, invalid, "operation is 4; it must be 0 to 3");
+    expect_refusal(&good, -1, invalid, "operation is -1; it must be 0 to 3");
+    good.engine = GDELTA_ENGINE_HOPPER;
+    expect_refusal(&good, GDELTA_OPERATION_FORWARD, unsupported, "engine is hopper (2)");
+    good.engine = GDELTA_ENGINE_AUTO;
+    good.dim_k = 257;
+    expect_refusal(&good, GDELTA_OPERATION_FORWARD, unsupported, "dim_k, dim_v are 257, 128");
+}
+
+/* The plan refuses the size of what it could not run, and leaves the caller's number alone. */
+Test(supported, workspace_sizes_of_operations) {
+    const struct {
+        gdelta_problem problem;
+        gdelta_operation operation;
+        gdelta_status status;
+        const char *sentence;
+    } refused[] = {
+        {dense(2, 17), GDELTA_OPERATION_STEP, GDELTA_ERROR_INVALID_ARGUMENT, "tokens is 17;"},
+        {packed(2, 32), GDELTA_OPERATION_STEP, GDELTA_ERROR_UNSUPPORTED, "layout is THD;"},
+        {dense(2, 16), GDELTA_OPERATION_COMMIT, GDELTA_ERROR_UNSUPPORTED, "commit is not in this version"},
+        {dense(2, 16), 4, GDELTA_ERROR_INVALID_ARGUMENT, "operation is 4;"},
+        {dense(2, 16), -1, GDELTA_ERROR_INVALID_ARGUMENT, "operation is -1;"},
+    };
+    for (size_t i = 0; i < sizeof refused / sizeof *refused; ++i) {
+        gdelta_plan *plan = plan_of(&refused[i].problem);
+        size_t bytes = 11;
+        cr_expect_eq(gdelta_plan_workspace_size(plan, refused[i].operation, &bytes), refused[i].status, "%zu", i);
+        cr_expect_eq(bytes, 11, "%zu", i);
+        cr_expect_eq(strncmp(gdelta_last_error(), refused[i].sentence, strlen(refused[i].sentence)), 0, "'%s'",
+                     gdelta_last_error());
+        gdelta_plan_destroy(plan);
+    }
+}
+
+#ifdef GDELTA_HAVE_CUDA
+
+/* AUTO: on any GPU that this build has code for, supported is what plan_create says. */
+static void expect_agreement(const gdelta_problem *problem, int32_t capability) {
+    gdelta_plan *plan = NULL;
+    gdelta_status created = gdelta_plan_create(problem, &plan);
+    gdelta_plan_destroy(plan);
+    cr_expect_eq(gdelta_supported(problem, GDELTA_OPERATION_FORWARD, capability, NULL), created, "K %d V %d",
+                 (int)problem->dim_k, (int)problem->dim_v);
+    cr_expect_eq(gdelta_supported(problem, GDELTA_OPERATION_BACKWARD, capability, NULL), created, "K %d V %d",
+                 (int)problem->dim_k, (int)problem->dim_v);
+}
+
+static const int32_t known[] = {75, 80, 86, 87, 89, 90, 100, 103, 110, 120, 121};
+
+Test(supported, only_what_was_compiled) {
+    gdelta_problem problem = dense(2, 16);
+    int supported = 0;
+    for (size_t i = 0; i < sizeof known / sizeof *known; ++i) {
+        const char *reason = NULL;
+        char start[80];
+        gdelta_status status = gdelta_supported(&problem, GDELTA_OPERATION_FORWARD, known[i], &reason);
+        if (status == GDELTA_OK) {
+            ++supported;
+            cr_expect_str_eq(reason, "");
+            for (int32_t dim = 0; dim < 300; dim += 19) {
+                problem.dim_k = dim, problem.dim_v = 299 - dim;
+                expect_agreement(&problem, known[i]);
+            }
+            problem = dense(2, 16);
+            continue;
+        }
+        snprintf(start, sizeof start, "compute_capability is %d; this libgdelta was compiled for ", (int)known[i]);
+        cr_expect_eq(status, GDELTA_ERROR_UNSUPPORTED);
+        cr_expect_eq(strncmp(reason, start, strlen(start)), 0, "'%s'", reason);
+        cr_expect_neq(reason[strlen(start)], '\0', "the list of architectures is missing");
+    }
+    cr_expect_gt(supported, 0);
+    cr_expect_eq(gdelta_supported(&problem, GDELTA_OPERATION_FORWARD, 75, NULL), GDELTA_ERROR_UNSUPPORTED);
+    cr_expect_eq(gdelta_supported(&problem, GDELTA_OPERATION_FORWARD, 110, NULL), GDELTA_ERROR_UNSUPPORTED);
+}
+
+#else
+
+/* No kernels: a good problem is unsupported everywhere, a bad one still invalid. */
+Test(supported, nothing_without_cuda) {
+    gdelta_problem problem = dense(2, 16);
+    expect_refusal(&problem, GDELTA_OPERATION_FORWARD, GDELTA_ERROR_UNSUPPORTED,
+                   "this libgdelta was built without CUDA");
+    expect_refusal(&problem, GDELTA_OPERATION_BACKWARD, GDELTA_ERROR_UNSUPPORTED,
+                   "this libgdelta was built without CUDA");
+    expect_refusal(&problem, GDELTA_OPERATION_STEP, GDELTA_ERROR_UNSUPPORTED, "this libgdelta was built without CUDA");
+    problem.dim_k = 0;
+    expect_refusal(&problem, GDELTA_OPERATION_FORWARD, GDELTA_ERROR_INVALID_ARGUMENT, "dim_k is 0");
+}
+
+#endif
