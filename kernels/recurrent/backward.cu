@@ -43,7 +43,7 @@ struct Backward {
         float d_o[kRecurrentWindow][kBlockColumns];     //
         float parts[2][kBackwardWarps][2 * Width + 2];  // dq, dk, de, dbeta of each warp
         float decay[kRecurrentSegment], beta[kRecurrentSegment];
-        Work at;
+        Job at;
     };
 
     const gdelta_backward_call &call;
@@ -384,10 +384,9 @@ __global__ void __launch_bounds__(Backward<Width>::kThreads, 1)
     b.n = block / static_cast<unsigned>(shape.heads_o);
     b.place = tile_place<b.kColumns>(b.first_column);
     if (threadIdx.x == 0) {
-        Work &at = b.shared.at;
+        Job &at = b.shared.at;
         bool reporter = b.head == 0 && b.tile == 0;
-        find_work(shape, call.in, find_sequence(shape, call.in, gdelta_state_view{}, b.n, b.head, reporter), b.head,
-                  at);
+        find_job(shape, call.in, find_sequence(shape, call.in, gdelta_state_view{}, b.n, b.head, reporter), b.head, at);
         at.o = first_of(call.d_o, at.sequence, b.head);
         at.dv = first_of(call.dv, at.sequence, b.head);
     }

@@ -38,7 +38,7 @@ template <int Width>
 struct Forward {
     static constexpr int kColumns = kForwardLaneColumns;
     const gdelta_forward_call &call;
-    const Work &at;
+    const Job &at;
     int head, first_column;
 
     __device__ __forceinline__ void load(int64_t t, ForwardRow<Width> &row) const {
@@ -184,7 +184,7 @@ __global__ void __launch_bounds__(2 * kForwardColumns, Width <= 128 ? (Short ? 4
     recurrent_forward(const __grid_constant__ gdelta_forward_call call,
                       const __grid_constant__ gdelta_recurrent_work work) {
     __shared__ __align__(16) ForwardStage<Width> stages[2];
-    __shared__ Work at;
+    __shared__ Job at;
     const gdelta_shape &shape = call.shape;
     if (is_malformed(work)) return;
 
@@ -195,7 +195,7 @@ __global__ void __launch_bounds__(2 * kForwardColumns, Width <= 128 ? (Short ? 4
     if (threadIdx.x == 0) {
         bool reporter = f.head == 0 && f.first_column == 0;
         int64_t n = block / static_cast<unsigned>(shape.heads_o);
-        find_work(shape, call.in, find_sequence(shape, call.in, call.final, n, f.head, reporter), f.head, at);
+        find_job(shape, call.in, find_sequence(shape, call.in, call.final, n, f.head, reporter), f.head, at);
         at.o = first_of(call.o, at.sequence, f.head);
     }
     __syncthreads();

@@ -71,7 +71,7 @@ __device__ __forceinline__ int64_t first_of(const gdelta_view &view, const Seque
 
 // What a block knows of its sequence and output head. One thread finds it out; it stays in shared memory: 64-bit
 // offsets in registers, used once in many tokens, made the register tiles spill.
-struct Work {
+struct Job {
     Sequence sequence;
     int64_t q, k, v, g, beta;  // element offsets of the first token, at the heads that the output head reads
     int64_t o;                 // of o, or of its gradient
@@ -79,15 +79,15 @@ struct Work {
     GateParameters gate;
 };
 
-__device__ __forceinline__ void find_work(const gdelta_shape &shape, const gdelta_inputs &in, const Sequence &s,
-                                          int head, Work &work) {
-    work.sequence = s;
-    work.q = first_of(in.q, s, head_of(shape, head, shape.heads_q));
-    work.k = first_of(in.k, s, head_of(shape, head, shape.heads_k));
-    work.v = first_of(in.v, s, head_of(shape, head, shape.heads_v));
-    work.g = first_of(in.g, s, head);
-    work.beta = first_of(in.beta, s, head);
-    work.gate = load_gate_parameters(in, head);
+__device__ __forceinline__ void find_job(const gdelta_shape &shape, const gdelta_inputs &in, const Sequence &s,
+                                         int head, Job &job) {
+    job.sequence = s;
+    job.q = first_of(in.q, s, head_of(shape, head, shape.heads_q));
+    job.k = first_of(in.k, s, head_of(shape, head, shape.heads_k));
+    job.v = first_of(in.v, s, head_of(shape, head, shape.heads_v));
+    job.g = first_of(in.g, s, head);
+    job.beta = first_of(in.beta, s, head);
+    job.gate = load_gate_parameters(in, head);
 }
 
 // Enqueues the check of cu_seqlens, which leaves its verdict in work.malformed; nothing if there is no table.
