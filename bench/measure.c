@@ -166,14 +166,13 @@ static gdelta_state state(const job *j, int r) {
     return (gdelta_state){.data = j->data[r], .dtype = j->dtype[r]};
 }
 
+/* What every operation reads. */
+#define INPUTS(j) .q = tensor(j, Q), .k = tensor(j, K), .v = tensor(j, V), .g = tensor(j, G), .beta = tensor(j, BETA)
+
 static gdelta_forward_args forward_args(const job *j) {
     return (gdelta_forward_args){
         .struct_size = sizeof(gdelta_forward_args),
-        .q = tensor(j, Q),
-        .k = tensor(j, K),
-        .v = tensor(j, V),
-        .g = tensor(j, G),
-        .beta = tensor(j, BETA),
+        INPUTS(j),
         .o = tensor(j, O),
         .initial_state = state(j, STATE),
         .final_state = state(j, FINAL),
@@ -189,11 +188,7 @@ static gdelta_status call(void *context, gdelta_stream stream) {
     if (j->c->operation == GDELTA_OPERATION_BACKWARD) {
         gdelta_backward_args args = {
             .struct_size = sizeof args,
-            .q = tensor(j, Q),
-            .k = tensor(j, K),
-            .v = tensor(j, V),
-            .g = tensor(j, G),
-            .beta = tensor(j, BETA),
+            INPUTS(j),
             .initial_state = state(j, STATE),
             .cu_seqlens = {.data = j->cu_seqlens},
             .d_o = tensor(j, D_O),
@@ -213,11 +208,7 @@ static gdelta_status call(void *context, gdelta_stream stream) {
     if (j->c->operation == GDELTA_OPERATION_STEP) {
         gdelta_step_args args = {
             .struct_size = sizeof args,
-            .q = tensor(j, Q),
-            .k = tensor(j, K),
-            .v = tensor(j, V),
-            .g = tensor(j, G),
-            .beta = tensor(j, BETA),
+            INPUTS(j),
             .o = tensor(j, O),
             .state = state(j, STATE),
             .output_state = state(j, FINAL),

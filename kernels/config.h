@@ -25,8 +25,8 @@ enum {
      * the window's start (segment - window) / 2 / window. 8 is the minimum of the sum for a segment of 64. */
     kRecurrentWindow = 8,
 
-    /* A lane holds K / 8 x 4 elements of the state: 8 lanes along K, 4 along V. 64 registers at K = 128. */
-    kRecurrentLanesK = 8,
+    /* Lanes of a warp along V; the other 8 are along K. A lane holds K / 8 x 4 elements of the state, 64 registers at
+     * K = 128. */
     kRecurrentLanesV = 4,
 
     /* Forward: at most 4 warps of 16 columns of V, so that V = 128 gives two blocks a head. */

@@ -19,14 +19,6 @@ static test_case base_case(int64_t tokens) {
                        .l2norm = GDELTA_L2NORM_ADD_EPS};
 }
 
-static instance make(const test_case *c) {
-    instance x;
-    instance_create(&x, c);
-    return x;
-}
-
-#define RUN(x, operation) cr_assert(instance_run(x, engine, GDELTA_OPERATION_##operation))
-
 /* ---- Gates ---- */
 
 /* A decay of 1 is no decay, however long: g = 0, and no g. */
@@ -35,9 +27,9 @@ ENGINE_TEST(numerics, zero_gate_is_no_gate, 1) {
         test_case c = base_case(130);
         c.dtype = dtype;
         c.strength = kGateZero;
-        instance zero = make(&c);
+        instance zero = make_instance(&c);
         c.absent = ROLE(kG);
-        instance none = make(&c);
+        instance none = make_instance(&c);
         RUN(&zero, FORWARD);
         RUN(&none, FORWARD);
         cr_expect(compare_bits(&zero, &none, forward_roles));
@@ -58,7 +50,7 @@ ENGINE_TEST(numerics, no_drift_without_decay, 4) {
         c.dtype = half ? GDELTA_DTYPE_BF16 : GDELTA_DTYPE_FP32;
         c.beta = GDELTA_BETA_SIGMOID;
         if (part == 3) c.dim_k = c.dim_v = 64;
-        instance x = make(&c);
+        instance x = make_instance(&c);
         FOR_ELEMENTS(&x, kG, n, row, head, column) {
             bool decays = half && fill_uniform(fill_key(1, kG, n, row, head, column)) < 0.5;
             instance_put(&x, kG, n, row, head, column, decays ? -0.1 : 0);
@@ -72,14 +64,14 @@ ENGINE_TEST(numerics, no_drift_without_decay, 4) {
  * has it; so is an exact reset in the middle, whose gate has no gradient. */
 ENGINE_TEST(numerics, strong_gates_stay_finite, 4) {
     for (int large = 0; large < 2; ++large) {
-        instance x = make(&(test_case){.sequences = 1,
-                                       .lengths = {130},
-                                       .heads_q = 2,
-                                       .heads_v = 2,
-                                       .dim_k = 128,
-                                       .dim_v = 128,
-                                       .out_dtype = GDELTA_DTYPE_FP32,
-                                       .l2norm = GDELTA_L2NORM_ADD_EPS});
+        instance x = make_instance(&(test_case){.sequences = 1,
+                                                .lengths = {130},
+                                                .heads_q = 2,
+                                                .heads_v = 2,
+                                                .dim_k = 128,
+                                                .dim_v = 128,
+                                                .out_dtype = GDELTA_DTYPE_FP32,
+                                                .l2norm = GDELTA_L2NORM_ADD_EPS});
         FOR_ELEMENTS(&x, kG, n, row, head, column) {
             const double gates[] = {-100, row % 2 ? -50 : 0, -1e4, row == 70 ? -INFINITY : -0.05};
             instance_put(&x, kG, n, row, head, column, gates[part]);
@@ -108,7 +100,7 @@ ENGINE_TEST(numerics, fused_gate_at_large_logits, 1) {
     test_case c = base_case(1);
     c.heads_q = c.heads_v = kLogits;
     c.gate = GDELTA_GATE_SOFTPLUS;
-    instance x = make(&c);
+    instance x = make_instance(&c);
     instance_put_all(&x, kALog, -7);
     instance_put_all(&x, kDtBias, 0);
     instance_put_all(&x, kBeta, 0);
@@ -153,7 +145,7 @@ ENGINE_TEST(numerics, beta_reflects_projects_and_rests, 1) {
         c.dtype = dtype;
         c.l2norm = GDELTA_L2NORM_NONE;
         c.strength = kGateZero;
-        instance x = make(&c);
+        instance x = make_instance(&c);
         instance_put_all(&x, kV, 0);
         FOR_ELEMENTS(&x, kK, n, row, head, column) {
             instance_put(&x, kK, n, row, head, column, instance_get(&x, kK, n, 0, head, column));
@@ -189,7 +181,7 @@ ENGINE_TEST(numerics, long_run_of_negative_eigenvalues, 1) {
     c.dtype = GDELTA_DTYPE_FP32;
     c.l2norm = GDELTA_L2NORM_NONE;
     c.strength = kGateZero;
-    instance x = make(&c);
+    instance x = make_instance(&c);
     instance_put_all(&x, kBeta, 1.99);
     cr_expect(check_instance(&x, engine, kForward));
     instance_destroy(&x);
@@ -207,7 +199,7 @@ static void expect_length(const test_engine *engine, gdelta_dtype dtype, gdelta_
     c.has_scale = true;
     c.scale = 1;
     c.strength = kGateZero;
-    instance x = make(&c);
+    instance x = make_instance(&c);
     instance_put_all(&x, kQ, element);
     instance_put_all(&x, kK, element);
     instance_put_all(&x, kV, 1);
@@ -246,7 +238,7 @@ ENGINE_TEST(numerics, fp16_inputs_keep_fp32_states, 1) {
     c.l2norm = GDELTA_L2NORM_NONE;
     c.has_scale = true;
     c.scale = 1;
-    instance x = make(&c);
+    instance x = make_instance(&c);
     instance_put_all(&x, kInitial, 0);
     instance_put_all(&x, kQ, 0);
     instance_put_all(&x, kBeta, 0);
@@ -279,7 +271,7 @@ ENGINE_TEST(numerics, decode_drifts_by_storage_alone, 3) {
     static const double tolerances[] = {2e-6, 3e-2, 4e-3};
     test_case c = base_case(kSteps);
     c.heads_v = 1;
-    instance whole = make(&c), plain;
+    instance whole = make_instance(&c), plain;
     FOR_ELEMENTS(&whole, kG, n, row, head, column) {
         instance_put(&whole, kG, n, row, head, column, 0.02 * instance_get(&whole, kG, n, row, head, column));
     }
@@ -292,7 +284,7 @@ ENGINE_TEST(numerics, decode_drifts_by_storage_alone, 3) {
     instance last = {.before = NULL};
     for (int t = 0; t < kSteps; ++t) {
         c.first_token = t;
-        instance step = make(&c);
+        instance step = make_instance(&c);
         instance_put(&step, kG, 0, 0, 0, 0, instance_get(&whole, kG, 0, t, 0, 0));
         if (t == 0)
             instance_put_all(&step, kInitial, 0);
@@ -321,7 +313,7 @@ ENGINE_TEST(numerics, types_may_alternate, 1) {
     c.gate = GDELTA_GATE_SOFTPLUS;
     case_use_slots(&c, kSlotsDistinct, 0);
     c.out_dtype = GDELTA_DTYPE_DEFAULT;
-    instance first = make(&c), again = make(&c);
+    instance first = make_instance(&c), again = make_instance(&c);
     cr_expect(check_instance(&first, engine, kForward));
     c.dtype = c.gate_dtype = c.parameter_dtype = GDELTA_DTYPE_FP16;
     c.index64 = true;

@@ -21,14 +21,6 @@ static test_case base_case(const test_engine *engine) {
                        .strength = kGateMild};
 }
 
-static instance make(const test_case *c) {
-    instance x;
-    instance_create(&x, c);
-    return x;
-}
-
-#define RUN(x, operation) cr_assert(instance_run(x, engine, GDELTA_OPERATION_##operation))
-
 /* ---- Cuts ---- */
 
 enum { kPieces = 6 };
@@ -61,7 +53,7 @@ static void forward_in_pieces(const test_case *whole, instance piece[kPieces], c
 
 ENGINE_TEST(states, any_cut_gives_the_same_bits, 1) {
     test_case c = base_case(engine);
-    instance whole = make(&c), piece[kPieces];
+    instance whole = make_instance(&c), piece[kPieces];
     RUN(&whole, FORWARD);
     forward_in_pieces(&c, piece, engine);
     for (int i = 0; i < kPieces; ++i) cr_expect(same_rows(&piece[i], &whole, kO, cuts[i], true, engine), "piece %d", i);
@@ -74,7 +66,7 @@ ENGINE_TEST(states, gradients_are_handed_back, 1) {
     test_case c = base_case(engine);
     c.dtype = GDELTA_DTYPE_FP32;
     c.out_dtype = engine->exact_state;
-    instance whole = make(&c), piece[kPieces];
+    instance whole = make_instance(&c), piece[kPieces];
     RUN(&whole, BACKWARD);
     forward_in_pieces(&c, piece, engine);
     for (int i = kPieces - 1; i >= 0; --i) {
@@ -112,14 +104,14 @@ static bool same_sequence(const instance *a, int64_t n, const instance *b, int64
 
 ENGINE_TEST(states, packed_equals_separate_calls, 1) {
     test_case c = packed_case(engine);
-    instance packed = make(&c);
+    instance packed = make_instance(&c);
     for (int n = 0; n < c.sequences; ++n) {
         test_case one = c;
         one.layout = GDELTA_LAYOUT_BSHD;
         one.sequences = 1;
         one.lengths[0] = c.lengths[n];
         one.first_sequence = n;
-        instance alone = make(&one);
+        instance alone = make_instance(&one);
         RUN(&packed, FORWARD);
         RUN(&alone, FORWARD);
         cr_expect(same_sequence(&alone, 0, &packed, n, forward_roles), "forward, document %d", n);
@@ -133,7 +125,7 @@ ENGINE_TEST(states, packed_equals_separate_calls, 1) {
 
 ENGINE_TEST(states, documents_do_not_meet, 1) {
     test_case c = packed_case(engine);
-    instance a = make(&c), b = make(&c);
+    instance a = make_instance(&c), b = make_instance(&c);
     FOR_ELEMENTS(&b, kV, n, row, head, column) {
         if (n == 0) instance_put(&b, kV, n, row, head, column, 100 * instance_get(&a, kV, n, row, head, column));
     }
@@ -176,7 +168,7 @@ ENGINE_TEST(states, empty_sequences_hand_on_their_state, 1) {
         for (int n = 0; n < c.sequences; ++n) c.lengths[n] = lengths[n];
         c.state_dtype = dtypes[i % 3];
         c.state_order = i / 3;
-        instance x = make(&c);
+        instance x = make_instance(&c);
         RUN(&x, FORWARD);
         for (int n = 0; n < c.sequences; ++n) {
             if (lengths[n]) continue;
@@ -217,7 +209,7 @@ ENGINE_TEST(states, padded_rows_have_no_slot, 1) {
         c.slot_padding = 4096;
         c.in_place = true;
         c.index64 = i >> 2 & 1;
-        instance pool = make(&c);
+        instance pool = make_instance(&c);
         RUN(&pool, STEP);
         for (int n = 0; n < 8; ++n) {
             if (slots[n] < 0) {
@@ -234,7 +226,7 @@ ENGINE_TEST(states, padded_rows_have_no_slot, 1) {
             one.slot_count = 0;
             one.slot_padding = 0;
             one.in_place = false;
-            instance alone = make(&one);
+            instance alone = make_instance(&one);
             RUN(&alone, STEP);
             cr_expect(same_sequence(&pool, n, &alone, 0, forward_roles), "row %d, variant %d", n, i);
             instance_destroy(&alone);
@@ -251,11 +243,11 @@ ENGINE_TEST(states, recycled_slots_leak_nothing, 1) {
     case_use_slots(&c, kSlotsSame, 0);
     c.in_place = true;
     c.recycled = 1 << 1 | 1 << 2;
-    instance pool = make(&c);
+    instance pool = make_instance(&c);
     test_case fresh = c;
     fresh.absent = ROLE(kInitial);
     fresh.in_place = false;
-    instance zeros = make(&fresh);
+    instance zeros = make_instance(&fresh);
     RUN(&zeros, FORWARD);
     RUN(&pool, FORWARD);
     for (int n = 1; n <= 2; ++n)
@@ -295,7 +287,7 @@ ENGINE_TEST(states, order_is_as_documented, 1) {
                        .state_order = order,
                        .has_scale = true,
                        .scale = 1};
-        instance x = make(&c);
+        instance x = make_instance(&c);
         static const role zeroed[] = {kInitial, kQ, kK, kV, kG, kDO, kDFinal};
         for (size_t i = 0; i < sizeof zeroed / sizeof *zeroed; ++i) instance_put_all(&x, zeroed[i], 0);
         instance_put_all(&x, kBeta, 0.5);
@@ -329,14 +321,14 @@ ENGINE_TEST(states, prefill_then_decode, 1) {
         test_case c = base_case(engine);
         c.dtype = i % 2 ? GDELTA_DTYPE_FP32 : GDELTA_DTYPE_BF16;
         c.lengths[0] = lengths[i / 2];
-        instance whole = make(&c);
+        instance whole = make_instance(&c);
         c.lengths[0] -= 1;
         c.absent = ROLE(kO); /* a prefill that only wants the state */
-        instance prefill = make(&c);
+        instance prefill = make_instance(&c);
         c.absent = 0;
         c.first_token = c.lengths[0];
         c.lengths[0] = 1;
-        instance decode = make(&c);
+        instance decode = make_instance(&c);
         RUN(&whole, FORWARD);
         RUN(&prefill, FORWARD);
         instance_copy(&decode, kInitial, &prefill, kFinal);
@@ -354,12 +346,12 @@ ENGINE_TEST(states, step_equals_forward, 1) {
         test_case c = base_case(engine);
         c.lengths[0] = i + 1;
         c.state_dtype = i % 3 ? engine->exact_state : GDELTA_DTYPE_BF16;
-        instance step = make(&c), forward = make(&c);
+        instance step = make_instance(&c), forward = make_instance(&c);
         RUN(&step, STEP);
         RUN(&forward, FORWARD);
         cr_expect(compare_bits(&step, &forward, forward_roles), "T = %d", i + 1);
         c.keep_state = true; /* a draft: the same o, and no state written, which instance_run looks at */
-        instance draft = make(&c);
+        instance draft = make_instance(&c);
         RUN(&draft, STEP);
         cr_expect(compare_bits(&draft, &forward, ROLE(kO)), "T = %d, draft", i + 1);
         instance_destroy(&step);

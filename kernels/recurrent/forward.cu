@@ -11,7 +11,8 @@
 //
 // Shared memory, two buffers of kForwardStage rows in fp32: q and k (normalised, zero-padded to Width), v
 // (zero-padded), and e, beta, <k, q>. While buffer b is worked on, warp w loads rows w, w + warps, ... of the next into
-// registers one at a time and stores them to the other: loads fly while tokens are computed.
+// registers one at a time and stores them to the other: loads fly while tokens are computed. Sequences that fit the two
+// buffers (every step) are staged at once instead, by a kernel of fewer registers (Short).
 #include "kernels/recurrent/tile.cuh"
 #include "kernels/rule/gate.cuh"
 #include "kernels/rule/norm.cuh"
@@ -207,8 +208,11 @@ __global__ void __launch_bounds__(2 * kForwardColumns, Width <= 128 ? (Short ? 4
         return;
     }
     Tile<Width, Forward<Width>::kColumns> s;
-    clear_tile(s);
-    if (at.sequence.initial >= 0) load_state(s, p, call.in.initial, at.sequence.initial, shape.dim_k, shape.dim_v);
+    if (at.sequence.initial >= 0) {
+        load_state(s, p, call.in.initial, at.sequence.initial, shape.dim_k, shape.dim_v);
+    } else {
+        clear_tile(s);
+    }
     if (Short) {
         run_short(f, s, p, stages);
     } else {

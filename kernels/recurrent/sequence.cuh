@@ -66,7 +66,7 @@ __device__ __forceinline__ int head_of(const gdelta_shape &shape, int head, int 
 }
 
 __device__ __forceinline__ int64_t first_of(const gdelta_view &view, const Sequence &s, int head) {
-    return s.batch * view.batch + s.begin * view.token + head * view.head;
+    return offset_of(view, s.batch, s.begin, head);
 }
 
 // What a block knows of its sequence and output head. One thread finds it out; it stays in shared memory: 64-bit

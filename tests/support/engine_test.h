@@ -27,4 +27,13 @@
     }                                                                          \
     static void suite##_##name(const test_engine *engine, int part __attribute__((unused)))
 
+/* In such a test: runs one operation of an instance, or ends the test. */
+#define RUN(x, operation) cr_assert(instance_run(x, engine, GDELTA_OPERATION_##operation))
+
+static inline instance make_instance(const test_case *c) {
+    instance x;
+    instance_create(&x, c);
+    return x;
+}
+
 #endif /* GDELTA_TESTS_ENGINE_TEST_H */
