@@ -6,6 +6,10 @@
 
 #include <gdelta/gdelta.h>
 
+#ifdef __cplusplus
+#define _Alignas(bytes) alignas(bytes)
+#endif
+
 /* A token tensor: element (b, t, h, d) is data[b * batch + t * token + h * head + d]. NULL: absent. */
 typedef struct gdelta_view {
     void *data;
@@ -29,6 +33,11 @@ typedef struct gdelta_state_view {
     gdelta_table slots;
     int64_t slot_count;
 } gdelta_state_view;
+
+/* A CUtensorMap: how the copy engine (TMA) sees a token tensor. Made by host/tensor_map.c. */
+typedef struct gdelta_tensor_map {
+    _Alignas(64) unsigned char bytes[128];
+} gdelta_tensor_map;
 
 /* Sizes and arithmetic. Sequence n has rows [cu_seqlens[n], cu_seqlens[n + 1]) of batch 0 if packed, else the rows
  * [0, tokens) of batch n. */
@@ -62,7 +71,30 @@ typedef struct gdelta_forward_call {
     gdelta_inputs in;
     gdelta_view o;
     gdelta_state_view final;
+    gdelta_state_view checkpoints; /* by checkpoint number, see gdelta.h; its slots too */
+    int64_t checkpoint_interval;   /* a multiple of 64, if there are checkpoints */
 } gdelta_forward_call;
+
+/* What tokens do to the state: fp32; fp64 too on the host. */
+typedef struct gdelta_record_view {
+    gdelta_view k, u, decay;
+} gdelta_record_view;
+
+/* A step whose tokens are a draft. */
+typedef struct gdelta_draft_call {
+    gdelta_forward_call step;
+    gdelta_state_view token_states; /* entry n * T + t; its slots too */
+    gdelta_record_view record;
+    gdelta_table parents; /* [N, T] */
+} gdelta_draft_call;
+
+typedef struct gdelta_commit_call {
+    gdelta_shape shape;
+    gdelta_inputs in; /* the initial state and the status word alone */
+    gdelta_record_view record;
+    gdelta_table accepted, parents; /* [N], [N, T] */
+    gdelta_state_view final;
+} gdelta_commit_call;
 
 typedef struct gdelta_backward_call {
     gdelta_shape shape;

@@ -70,4 +70,34 @@ GDELTA_INLINE int32_t gdelta_backward_tiles(int32_t dim_k, int32_t dim_v) {
     return (dim_v + columns - 1) / columns;
 }
 
+/* ---- Hopper engine ---- */
+
+/* The compiled K, and likewise V: what is compiled and what is supported. */
+#define GDELTA_HOPPER_DIMS(X) X(64) X(128)
+
+enum {
+    kChunk = 64, /* tokens */
+
+    /* The longest sequence for which AUTO prefers the recurrent engine. One chunk, to be measured. */
+    kHopperMinTokens = 64,
+
+    /* Five numbers a token, one more a chunk, padded to 16 bytes. */
+    kHopperRowFloats = 5 * kChunk + 4,
+    kHopperTileBytes = kChunk * kChunk * 2
+};
+
+GDELTA_INLINE int gdelta_is_hopper_dim(int32_t dim) {
+#define GDELTA_CASE(compiled) \
+    if (dim == compiled) return 1;
+    GDELTA_HOPPER_DIMS(GDELTA_CASE)
+#undef GDELTA_CASE
+    return 0;
+}
+
+/* Chunks of all sequences. Packed: chunk c of the sequence of rows [begin, end), the n-th, is number
+ * begin / 64 + n + c, so that no table of sums is needed; numbers between sequences stay unused. */
+GDELTA_INLINE int64_t gdelta_chunk_capacity(int64_t sequences, int64_t tokens, int64_t rows, int32_t packed) {
+    return packed ? rows / kChunk + sequences : sequences * ((tokens + kChunk - 1) / kChunk);
+}
+
 #endif /* GDELTA_CONFIG_H */

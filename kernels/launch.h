@@ -19,13 +19,70 @@ typedef struct gdelta_recurrent_work {
     float *dbeta;       /* [HO, tiles, R]: parts of the gradient of beta */
 } gdelta_recurrent_work;
 
-/* Forward and step. Writes what of o, the final state and the checkpoints is there. */
+/* Forward and step. Writes what of o, the final state and the checkpoints, the call's and `work`'s, is there. */
 int gdelta_launch_recurrent_forward(const gdelta_forward_call *call, const gdelta_recurrent_work *work,
                                     gdelta_stream stream);
+
+/* A step of at most 16 tokens that also leaves their states or their record, or follows a tree. */
+int gdelta_launch_recurrent_draft(const gdelta_draft_call *call, gdelta_stream stream);
+
+/* Replays a record. */
+int gdelta_launch_recurrent_commit(const gdelta_commit_call *call, gdelta_stream stream);
 
 /* Backward, from the checkpoints that a forward of the same inputs left in `work`. */
 int gdelta_launch_recurrent_backward(const gdelta_backward_call *call, const gdelta_recurrent_work *work,
                                      gdelta_stream stream);
+
+/* ---- Hopper engine ---- */
+
+/* What the plan chose for a chunked forward. */
+typedef struct gdelta_hopper_choice {
+    int32_t split_v;  /* blocks along V: 1, or 2 where one block a head would leave multiprocessors idle */
+    int32_t segments; /* pieces that every sequence is cut into; 1: none */
+} gdelta_hopper_choice;
+
+/* Scratch in device memory, from `prepare` (token-parallel) to `scan` (along the tokens). chunks =
+ * gdelta_chunk_capacity. Tiles are 64 x 64 in the problem's type, 8192 bytes, in the order that the tensor cores read.
+ */
+typedef struct gdelta_hopper_work {
+    int32_t *malformed; /* [1], as in gdelta_recurrent_work */
+    void *t;            /* [chunks, HO] tiles: the inverse T of each chunk */
+    void *p;            /* [chunks, HQ] tiles: lower(Q K^T) */
+    float *rows;        /* [chunks, HO, kHopperRowFloats]: what gate, beta and norm make of each token */
+    gdelta_hopper_choice choice;
+    void *l; /* [chunks, HQ] tiles: strictly_lower(K K^T). NULL: not wanted; backward needs it */
+} gdelta_hopper_work;
+
+/* The tensors as the copy engine sees them: boxes of 64 tokens by 64 elements by dim / 64. `o` only if has_o: absent or
+ * unaligned outputs and those in another type are stored without it. */
+typedef struct gdelta_hopper_maps {
+    gdelta_tensor_map q, k, v, o;
+    int32_t has_o;
+} gdelta_hopper_maps;
+
+/* Forward of sm_90a: q, k, v of one 16-bit type, aligned to 16 bytes with strides that are multiples of 8. */
+int gdelta_launch_hopper_forward(const gdelta_forward_call *call, const gdelta_hopper_work *work,
+                                 const gdelta_hopper_maps *maps, gdelta_stream stream);
+
+/* Scratch of a chunked backward: what prepare leaves, `l` included, then what the chains along the tokens leave for the
+ * kernel that is parallel over chunks. 16-bit, in the order that the tensor cores read. */
+typedef struct gdelta_hopper_backward_work {
+    gdelta_hopper_work chunk;
+    void *s;            /* [chunks, HO, V, K]: the state before each chunk */
+    void *ds;           /* [chunks, HO, V, K]: the gradient of the state after it */
+    void *w, *y;        /* [chunks, HO, 64, V]: what each token writes, over beta, and its gradient */
+    double *parameters; /* [HO, chunks, 2]: parts of the gradients of A_log and dt_bias. NULL: neither is wanted */
+    int32_t multiprocessors;
+} gdelta_hopper_backward_work;
+
+/* As gdelta_hopper_maps; `d_o` only where call.d_o is there. */
+typedef struct gdelta_hopper_backward_maps {
+    gdelta_tensor_map q, k, v, d_o;
+} gdelta_hopper_backward_maps;
+
+/* Backward of sm_90a: q, k, v, d_o as forward's inputs. Nothing that a forward left is needed. */
+int gdelta_launch_hopper_backward(const gdelta_backward_call *call, const gdelta_hopper_backward_work *work,
+                                  const gdelta_hopper_backward_maps *maps, gdelta_stream stream);
 
 #ifdef __cplusplus
 }

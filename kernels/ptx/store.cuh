@@ -1,4 +1,4 @@
-// st.global: one store of 8 or 16 bytes (PTX ISA, "Data Movement and Conversion Instructions: st"). The address is
+// st.global: one store of 8 or 16 bytes (PTX ISA, "Data Movement and Conversion Instructions: st, ld"). The address is
 // aligned to the size. The compiler splits vector stores that stand under a predicate into stores of single words, four
 // times the transactions; an instruction written out stays whole. It writes memory, hence the clobber.
 #pragma once
@@ -15,6 +15,21 @@ __device__ __forceinline__ void st_global(void *at, uint4 x) {
     asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(__cvta_generic_to_global(at)), "r"(x.x), "r"(x.y),
                  "r"(x.z), "r"(x.w)
                  : "memory");
+}
+
+// st.shared, by an address in the shared window.
+__device__ __forceinline__ void st_shared(uint32_t at, uint4 x) {
+    asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w)
+                 : "memory");
+}
+
+__device__ __forceinline__ uint4 ld_shared(uint32_t at) {
+    uint4 x;
+    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+                 : "r"(at)
+                 : "memory");
+    return x;
 }
 
 }  // namespace gdelta

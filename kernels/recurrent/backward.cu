@@ -374,7 +374,7 @@ __global__ void __launch_bounds__(Backward<Width>::kThreads, 1)
                        const __grid_constant__ gdelta_recurrent_work work) {
     extern __shared__ __align__(16) char memory[];
     const gdelta_shape &shape = call.shape;
-    if (is_malformed(work)) return;
+    if (is_malformed(work.malformed)) return;
     int tiles = gdelta_backward_tiles(shape.dim_k, shape.dim_v);
     unsigned block = blockIdx.x / static_cast<unsigned>(tiles);
     Backward<Width> b = {call, work, *reinterpret_cast<typename Backward<Width>::Shared *>(memory)};
@@ -427,7 +427,7 @@ static cudaError_t launch_backward(const gdelta_backward_call &call, const gdelt
 
 int gdelta_launch_recurrent_backward(const gdelta_backward_call *call, const gdelta_recurrent_work *work,
                                      gdelta_stream stream) {
-    int error = gdelta::launch_check(call->shape, call->in, *work, stream);
+    int error = gdelta::launch_check(call->shape, call->in, work->malformed, stream);
     if (error == cudaSuccess) error = gdelta::launch_backward(*call, *work, stream);
     if (error == cudaSuccess) error = gdelta::launch_reduce(*call, *work, stream);
     return error;

@@ -6,9 +6,9 @@
 #include "kernels/recurrent/reduce.cuh"
 
 #include "kernels/config.h"
-#include "kernels/recurrent/sequence.cuh"
 #include "kernels/rule/gate.cuh"
 #include "kernels/rule/norm.cuh"
+#include "kernels/rule/sequence.cuh"
 
 namespace gdelta {
 
@@ -29,7 +29,7 @@ __global__ void __launch_bounds__(32 * kRowWarps)
     reduce_rows(const __grid_constant__ gdelta_shape shape, const __grid_constant__ gdelta_inputs in,
                 const __grid_constant__ RowParts x, const int32_t *malformed) {
     constexpr int kCount = Width / 32;
-    if (malformed && *malformed) return;
+    if (is_malformed(malformed)) return;
     int lane = threadIdx.x % 32;
     int64_t jobs = live_rows(shape, in) * x.heads, stride = static_cast<int64_t>(gridDim.x) * kRowWarps;
     int group = shape.heads_o / x.heads;
@@ -71,7 +71,7 @@ __global__ void __launch_bounds__(kGateThreads) reduce_gates(const __grid_consta
     __shared__ double sums[2][kGateThreads];
     const gdelta_shape &shape = call.shape;
     const gdelta_inputs &in = call.in;
-    if (is_malformed(work)) return;
+    if (is_malformed(work.malformed)) return;
     int head = blockIdx.x, tiles = gdelta_backward_tiles(shape.dim_k, shape.dim_v);
     GateParameters gate = load_gate_parameters(in, head);
     double a_log = 0, dt_bias = 0;

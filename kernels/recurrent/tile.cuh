@@ -6,8 +6,9 @@
 #include <type_traits>
 
 #include "kernels/config.h"
+#include "kernels/launch.h"
 #include "kernels/ptx/store.cuh"
-#include "kernels/recurrent/sequence.cuh"
+#include "kernels/rule/sequence.cuh"
 
 namespace gdelta {
 
@@ -177,6 +178,12 @@ __device__ __forceinline__ void load_columns(const float *row, TilePlace p, int 
     auto pack = *reinterpret_cast<const Pack<float, Columns> *>(row + p.column - first_column);
 #pragma unroll
     for (int c = 0; c < Columns; ++c) x[c] = pack.x[c];
+}
+
+template <int Columns>
+__device__ __forceinline__ void store_columns(float *row, TilePlace p, int first_column, const float (&x)[Columns]) {
+#pragma unroll
+    for (int c = 0; c < Columns; ++c) row[p.column - first_column + c] = x[c];
 }
 
 // 4 rows summed over the 4 lanes along V: lane_v gets row lane_v, so that lane 4 lane_k + lane_v holds element

@@ -34,6 +34,14 @@ __device__ __forceinline__ float decay_of(gdelta_gate gate, float x, GateParamet
     return expf(x);
 }
 
+// log2 of exp(g), at least -128: exp2_fast makes that exactly 0, and a sum of 64 keeps 12 bits behind the point.
+__device__ __forceinline__ float log2_decay_of(gdelta_gate gate, float x, GateParameters p) {
+    float log2 = 1.4426950408889634f * x;
+    if (gate == GDELTA_GATE_LINEAR) log2 = log2f(x);
+    if (gate == GDELTA_GATE_SOFTPLUS) log2 = -1.4426950408889634f * p.a * softplus(x + p.bias);
+    return log2 < -128.0f ? -128.0f : log2;  // NaN stays
+}
+
 __device__ __forceinline__ float beta_of(gdelta_beta mode, float x) {
     if (mode == GDELTA_BETA_VALUE) return x;
     return mode == GDELTA_BETA_SIGMOID ? sigmoid(x) : 2.0f * sigmoid(x);
@@ -59,6 +67,12 @@ struct Gates {
     // exp(g), 1 without a gate.
     __device__ __forceinline__ float decay(const gdelta_shape &shape, const gdelta_inputs &in, GateParameters p) const {
         return in.g.data ? decay_of(shape.gate, bits_to_float(g, in.g.dtype), p) : 1.0f;
+    }
+
+    // log2 of that, 0 without a gate.
+    __device__ __forceinline__ float log2_decay(const gdelta_shape &shape, const gdelta_inputs &in,
+                                                GateParameters p) const {
+        return in.g.data ? log2_decay_of(shape.gate, bits_to_float(g, in.g.dtype), p) : 0.0f;
     }
 
     // beta, 1 without a beta.

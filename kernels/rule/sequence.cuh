@@ -2,7 +2,7 @@
 // tensors is addressed.
 #pragma once
 
-#include "kernels/launch.h"
+#include "kernels/args.h"
 #include "kernels/rule/gate.cuh"
 
 namespace gdelta {
@@ -59,10 +59,44 @@ __device__ __forceinline__ Sequence find_sequence(const gdelta_shape &shape, con
     return s;
 }
 
+// The number of the state after `tokens` tokens, a positive multiple of the interval; gdelta.h says why no other has
+// it.
+__device__ __forceinline__ int64_t checkpoint_number(const gdelta_shape &shape, const Sequence &s, int64_t tokens,
+                                                     int64_t interval) {
+    int64_t first = shape.packed ? s.begin / interval : s.batch * (shape.tokens / interval);
+    return first + tokens / interval - 1;
+}
+
+// A set of tokens of a draft, at most 16: the way from the root to one of them.
+using TokenSet = uint32_t;
+
+// The tokens that token `last` of sequence n continues, and itself; {} for -1. Without a table each continues the one
+// before it. False if an entry on the way is no earlier token, nor -1.
+__device__ __forceinline__ bool find_path(const gdelta_shape &shape, const gdelta_inputs &in,
+                                          const gdelta_table &parents, int64_t n, int last, bool reporter,
+                                          TokenSet *path) {
+    *path = 0;
+    for (int t = last; t >= 0;) {
+        *path |= 1u << t;
+        int64_t parent = parents.data ? load_index(parents, n * shape.tokens + t) : t - 1;
+        if (parent < -1 || parent >= t) {
+            if (reporter) report(in, GDELTA_DEVICE_PARENT_RANGE, n * shape.tokens + t);
+            return false;
+        }
+        t = static_cast<int>(parent);
+    }
+    return true;
+}
+
 // The head of a tensor of `heads` heads that output head `head` reads.
 __device__ __forceinline__ int head_of(const gdelta_shape &shape, int head, int heads) {
     if (heads == shape.heads_o) return head;
     return shape.head_map == GDELTA_HEADS_TILED ? head % heads : head / (shape.heads_o / heads);  // heads divides
+}
+
+// Whether no output head before this one reads the same of `heads` heads.
+__device__ __forceinline__ bool reads_first(const gdelta_shape &shape, int head, int heads) {
+    return shape.head_map == GDELTA_HEADS_TILED ? head < heads : head % (shape.heads_o / heads) == 0;
 }
 
 __device__ __forceinline__ int64_t first_of(const gdelta_view &view, const Sequence &s, int head) {
@@ -90,13 +124,13 @@ __device__ __forceinline__ void find_job(const gdelta_shape &shape, const gdelta
     job.gate = load_gate_parameters(in, head);
 }
 
-// Enqueues the check of cu_seqlens, which leaves its verdict in work.malformed; nothing if there is no table.
-int launch_check(const gdelta_shape &shape, const gdelta_inputs &in, const gdelta_recurrent_work &work,
-                 gdelta_stream stream);
+// Enqueues the check of cu_seqlens, which leaves its verdict in *malformed; nothing if `malformed` is NULL, for then
+// there is no table.
+int launch_check(const gdelta_shape &shape, const gdelta_inputs &in, int32_t *malformed, gdelta_stream stream);
 
 // True if nothing may be written.
-__device__ __forceinline__ bool is_malformed(const gdelta_recurrent_work &work) {
-    return work.malformed && *work.malformed;
+__device__ __forceinline__ bool is_malformed(const int32_t *malformed) {
+    return malformed && *malformed;
 }
 
 }  // namespace gdelta

@@ -2,7 +2,7 @@
 // block looks at every entry, so that a broken table stops all blocks of the launches after it; the first broken entry
 // is reported.
 #include "kernels/config.h"
-#include "kernels/recurrent/sequence.cuh"
+#include "kernels/rule/sequence.cuh"
 
 namespace gdelta {
 
@@ -33,14 +33,13 @@ __global__ void __launch_bounds__(kCheckThreads)
     }
 }
 
-int launch_check(const gdelta_shape &shape, const gdelta_inputs &in, const gdelta_recurrent_work &work,
-                 gdelta_stream stream) {
-    if (!work.malformed) return cudaSuccess;
+int launch_check(const gdelta_shape &shape, const gdelta_inputs &in, int32_t *malformed, gdelta_stream stream) {
+    if (!malformed) return cudaSuccess;
     cudaLaunchConfig_t config = {};
     config.gridDim = 1;
     config.blockDim = kCheckThreads;
     config.stream = stream;
-    return cudaLaunchKernelEx(&config, check_tables, shape, in, work.malformed);
+    return cudaLaunchKernelEx(&config, check_tables, shape, in, malformed);
 }
 
 }  // namespace gdelta

@@ -1,0 +1,46 @@
+// 8 x 8 matrices of 16-bit elements between shared memory and a warp's registers, and the warp's own matrix product
+// (PTX ISA, "Warp Level Matrix Instructions": ldmatrix, stmatrix, mma). Lane l gives the address of a row of 16 bytes:
+// lanes 0-7 those of matrix 0, and so on. A lane holds elements (l / 4, 2 (l % 4)) and the next of each matrix.
+#pragma once
+
+#include <cstdint>
+
+namespace gdelta {
+
+__device__ __forceinline__ void ldmatrix_x4(uint32_t shared, uint32_t (&r)[4]) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(shared)
+                 : "memory");
+}
+
+// Each matrix arrives transposed.
+__device__ __forceinline__ void ldmatrix_x4_trans(uint32_t shared, uint32_t (&r)[4]) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(shared)
+                 : "memory");
+}
+
+__device__ __forceinline__ void stmatrix_x4(uint32_t shared, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared), "r"(a), "r"(b),
+                 "r"(c), "r"(d)
+                 : "memory");
+}
+
+// Each matrix is stored transposed.
+__device__ __forceinline__ void stmatrix_x4_trans(uint32_t shared, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared), "r"(a), "r"(b),
+                 "r"(c), "r"(d)
+                 : "memory");
+}
+
+// d += a b: a 16 x 16 and b 16 x 8 of fp16, d 16 x 8 of fp32. b is column-major: b0 holds rows 0-7.
+__device__ __forceinline__ void mma_f16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+        "{%0, %1, %2, %3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+}  // namespace gdelta
