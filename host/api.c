@@ -37,19 +37,24 @@ gdelta_status gdelta_backward(const gdelta_plan *plan, const gdelta_backward_arg
 
 gdelta_status gdelta_step(const gdelta_plan *plan, const gdelta_step_args *args, void *workspace, size_t bytes,
                           gdelta_stream stream) {
-    gdelta_forward_call call;
+    gdelta_draft_call call;
     gdelta_status status = check_plan(plan);
     if (status == GDELTA_OK) {
         status = gdelta_validate_step(&plan->problem, &plan->shape, GDELTA_PLACE_DEVICE, args, &call);
     }
     if (status != GDELTA_OK) return status;
     gdelta_buffers buffers = {.workspace = workspace, .workspace_bytes = bytes};
-    return gdelta_run_forward(plan, &call, &buffers, stream);
+    return gdelta_run_step(plan, &call, &buffers, stream);
 }
 
 gdelta_status gdelta_commit(const gdelta_plan *plan, const gdelta_commit_args *args, void *workspace, size_t bytes,
                             gdelta_stream stream) {
-    (void)workspace, (void)bytes, (void)stream;
+    gdelta_commit_call call;
     gdelta_status status = check_plan(plan);
-    return status == GDELTA_OK ? gdelta_validate_commit(args) : status;
+    if (status == GDELTA_OK) {
+        status = gdelta_validate_commit(&plan->problem, &plan->shape, GDELTA_PLACE_DEVICE, args, &call);
+    }
+    if (status != GDELTA_OK) return status;
+    gdelta_buffers buffers = {.workspace = workspace, .workspace_bytes = bytes};
+    return gdelta_run_commit(plan, &call, &buffers, stream);
 }

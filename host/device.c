@@ -32,12 +32,15 @@ gdelta_status gdelta_device_status(int error, const char *what) {
     return gdelta_fail(GDELTA_ERROR_CUDA, "%s: CUDA error %d, %s", what, error, cudaGetErrorString((cudaError_t)error));
 }
 
-/* The runtime may not be asked for a stream's device during a capture; the driver may be asked for its context. Found
- * by name, so that the library loads where there is no driver. */
+/* The runtime may not be asked for a stream's device during a capture; the driver may be asked for its context. And
+ * only the driver encodes tensor maps. Found by name, so that the library loads where there is no driver. */
 static struct {
     CUresult (*stream_get_context)(CUstream, CUcontext *);
     CUresult (*push_context)(CUcontext);
     CUresult (*pop_context)(CUcontext *);
+    CUresult (*encode_tiled)(CUtensorMap *, CUtensorMapDataType, cuuint32_t, void *, const cuuint64_t *,
+                             const cuuint64_t *, const cuuint32_t *, const cuuint32_t *, CUtensorMapInterleave,
+                             CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
     cudaError_t error;
 } driver;
 
@@ -48,7 +51,8 @@ static void find_driver(void) {
         void **function;
     } wanted[] = {{"cuStreamGetCtx", 9020, (void **)&driver.stream_get_context},
                   {"cuCtxPushCurrent", 4000, (void **)&driver.push_context},
-                  {"cuCtxPopCurrent", 4000, (void **)&driver.pop_context}};
+                  {"cuCtxPopCurrent", 4000, (void **)&driver.pop_context},
+                  {"cuTensorMapEncodeTiled", 12000, (void **)&driver.encode_tiled}};
     for (size_t i = 0; i < sizeof wanted / sizeof *wanted && driver.error == cudaSuccess; ++i) {
         enum cudaDriverEntryPointQueryResult found;
         driver.error = cudaGetDriverEntryPointByVersion(wanted[i].name, wanted[i].function, wanted[i].version,
@@ -59,13 +63,18 @@ static void find_driver(void) {
     }
 }
 
-gdelta_status gdelta_device_enter(gdelta_stream stream, int32_t *compute_capability, bool *entered) {
+static gdelta_status need_driver(void) {
     static pthread_once_t once = PTHREAD_ONCE_INIT;
+    pthread_once(&once, find_driver);
+    return gdelta_device_status(driver.error, "cudaGetDriverEntryPointByVersion");
+}
+
+gdelta_status gdelta_device_enter(gdelta_stream stream, int32_t *compute_capability, bool *entered) {
     *entered = false;
     bool own_context = stream != NULL && stream != cudaStreamLegacy && stream != cudaStreamPerThread;
     if (own_context) { /* else the stream is the current device's */
-        pthread_once(&once, find_driver);
-        if (driver.error != cudaSuccess) return gdelta_device_status(driver.error, "cudaGetDriverEntryPointByVersion");
+        gdelta_status status = need_driver();
+        if (status != GDELTA_OK) return status;
         CUcontext context;
         CUresult result = driver.stream_get_context(stream, &context);
         if (result == CUDA_SUCCESS) result = driver.push_context(context);
@@ -85,6 +94,24 @@ gdelta_status gdelta_device_enter(gdelta_stream stream, int32_t *compute_capabil
 void gdelta_device_leave(bool entered) {
     CUcontext context;
     if (entered) driver.pop_context(&context);
+}
+
+gdelta_status gdelta_device_encode_map(gdelta_tensor_map *map, const char *name, const gdelta_view *view,
+                                       const uint64_t extent[5], const uint64_t byte_stride[4], const uint32_t box[5]) {
+    _Static_assert(sizeof *map == sizeof(CUtensorMap), "a gdelta_tensor_map is a CUtensorMap");
+    static const cuuint32_t dense[5] = {1, 1, 1, 1, 1};
+    gdelta_status status = need_driver();
+    if (status != GDELTA_OK) return status;
+    cuuint64_t extents[5], strides[4]; /* of the driver's own 64-bit type */
+    for (int i = 0; i < 5; ++i) extents[i] = extent[i];
+    for (int i = 0; i < 4; ++i) strides[i] = byte_stride[i];
+    CUresult result = driver.encode_tiled(
+        (CUtensorMap *)map,
+        view->dtype == GDELTA_DTYPE_BF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 5,
+        view->data, extents, strides, box, dense, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+        CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    if (result == CUDA_SUCCESS) return GDELTA_OK;
+    return gdelta_fail(GDELTA_ERROR_CUDA, "%s: the driver makes no tensor map of it: error %d", name, (int)result);
 }
 
 #else
@@ -108,6 +135,13 @@ gdelta_status gdelta_device_enter(gdelta_stream stream, int32_t *compute_capabil
 
 void gdelta_device_leave(bool entered) {
     (void)entered;
+}
+
+gdelta_status gdelta_device_encode_map(gdelta_tensor_map *map, const char *name, const gdelta_view *view,
+                                       const uint64_t extent[5], const uint64_t byte_stride[4], const uint32_t box[5]) {
+    (void)map, (void)view, (void)extent, (void)byte_stride, (void)box;
+    return gdelta_fail(GDELTA_ERROR_UNSUPPORTED, "%s: this libgdelta was built without CUDA and makes no tensor maps",
+                       name);
 }
 
 #endif

@@ -4,7 +4,7 @@
 
 #include <stdbool.h>
 
-#include "gdelta/gdelta.h"
+#include "kernels/args.h"
 
 /* Compute capability (10 * major + minor) and multiprocessors of the current device; false without one. */
 bool gdelta_device_query(int32_t *compute_capability, int32_t *multiprocessors);
@@ -13,6 +13,12 @@ bool gdelta_device_query(int32_t *compute_capability, int32_t *multiprocessors);
 gdelta_status gdelta_device_enter(gdelta_stream stream, int32_t *compute_capability, bool *entered);
 /* What was current before is so again. */
 void gdelta_device_leave(bool entered);
+
+/* A map of a tensor of five axes of 16-bit elements, innermost first and contiguous: the driver's function, on the
+ * current device. Boxes are `box` elements, their rows of 128 bytes swizzled; what lies outside the extents reads as 0.
+ * byte_stride: of the axes but the first. */
+gdelta_status gdelta_device_encode_map(gdelta_tensor_map *map, const char *name, const gdelta_view *view,
+                                       const uint64_t extent[5], const uint64_t byte_stride[4], const uint32_t box[5]);
 
 /* A launcher's error code as a status with a sentence; clears the runtime's last error. */
 gdelta_status gdelta_device_status(int error, const char *what);

@@ -51,21 +51,86 @@ static gdelta_status check_recurrent(const gdelta_shape *shape) {
     return GDELTA_OK;
 }
 
-static gdelta_status choose_engine(const gdelta_problem *problem, const gdelta_shape *shape, gdelta_engine *engine) {
-    if (problem->engine == GDELTA_ENGINE_HOPPER) {
-        return gdelta_fail(GDELTA_ERROR_UNSUPPORTED, "engine is hopper (2); it is not in this version");
+static gdelta_dtype io_dtype(const gdelta_problem *problem) {
+    return problem->dtype == GDELTA_DTYPE_DEFAULT ? GDELTA_DTYPE_BF16 : problem->dtype;
+}
+
+/* Can the hopper engine run forward and backward on such a GPU? If not, `why` gets the rest of a sentence; NULL and 0:
+ * none is wanted. */
+static bool hopper_fits(const gdelta_problem *problem, const gdelta_shape *shape, int32_t compute_capability, char *why,
+                        size_t size) {
+#ifndef GDELTA_HAVE_HOPPER
+    (void)problem, (void)shape, (void)compute_capability;
+    snprintf(why, size, "this libgdelta was compiled without sm_90a");
+    return false;
+#else
+    if (compute_capability != 90) {
+        snprintf(why, size, "compute_capability is %" PRId32 "; it must be 90", compute_capability);
+        return false;
     }
-    *engine = GDELTA_ENGINE_RECURRENT;
-    return check_recurrent(shape);
+    gdelta_dtype dtype = io_dtype(problem);
+    if (dtype != GDELTA_DTYPE_BF16 && dtype != GDELTA_DTYPE_FP16) {
+        snprintf(why, size, "dtype is %s; it must be bf16 or fp16", gdelta_dtype_name(dtype));
+        return false;
+    }
+    if (!gdelta_is_hopper_dim(shape->dim_k) || !gdelta_is_hopper_dim(shape->dim_v)) {
+#define GDELTA_CASE(dim) " " #dim
+        snprintf(why, size,
+                 "dim_k, dim_v are %" PRId32 ", %" PRId32 "; each must be one of" GDELTA_HOPPER_DIMS(GDELTA_CASE),
+                 shape->dim_k, shape->dim_v);
+#undef GDELTA_CASE
+        return false;
+    }
+    int64_t chunks = gdelta_chunk_capacity(shape->sequences, shape->tokens, shape->rows, shape->packed);
+    int64_t most = chunks > 2 * shape->sequences ? chunks : 2 * shape->sequences; /* split_v is at most 2 */
+    if (most * shape->heads_o > INT32_MAX) {
+        snprintf(why, size,
+                 "%" PRId64 " chunks of %" PRId32 " heads need too many blocks; a CUDA grid has at most 2^31 - 1", most,
+                 shape->heads_o);
+        return false;
+    }
+    return true;
+#endif
+}
+
+/* Of forward and backward. */
+typedef struct engines {
+    gdelta_engine forward, backward;
+} engines;
+
+static gdelta_status choose_engines(const gdelta_problem *problem, const gdelta_shape *shape,
+                                    int32_t compute_capability, engines *engines) {
+    if (problem->engine == GDELTA_ENGINE_HOPPER) {
+        char why[256];
+        engines->forward = engines->backward = GDELTA_ENGINE_HOPPER;
+        if (hopper_fits(problem, shape, compute_capability, why, sizeof why)) return GDELTA_OK;
+        return gdelta_fail(GDELTA_ERROR_UNSUPPORTED, "engine is hopper (2), but %s", why);
+    }
+    /* Which engine runs must not follow the length where a text may be cut, for its bits follow the engine. */
+    bool long_enough = shape->tokens > kHopperMinTokens || (problem->flags & GDELTA_FLAG_BATCH_INVARIANT);
+    bool hopper = problem->engine == GDELTA_ENGINE_AUTO && long_enough &&
+                  hopper_fits(problem, shape, compute_capability, NULL, 0);
+    engines->forward = hopper ? GDELTA_ENGINE_HOPPER : GDELTA_ENGINE_RECURRENT;
+    /* The hopper backward has run on a GPU by itself only, not yet through this library: it must be asked for. */
+    engines->backward = GDELTA_ENGINE_RECURRENT;
+    return check_recurrent(shape); /* it has step, and the calls that the other engine cannot take */
+}
+
+/* Two blocks a head where that fills the GPU better. The number of blocks changes no bit, but a plan that promises
+ * batch invariance does not lean on that. */
+static int32_t choose_split(const gdelta_plan *plan) {
+    const gdelta_shape *shape = &plan->shape;
+    if (shape->dim_v != 128 || (plan->problem.flags & GDELTA_FLAG_BATCH_INVARIANT)) return 1;
+    return shape->sequences * shape->heads_o <= plan->multiprocessors / 2 ? 2 : 1;
 }
 
 gdelta_status gdelta_supported(const gdelta_problem *problem, gdelta_operation operation, int32_t compute_capability,
                                const char **reason) {
     gdelta_shape shape;
-    gdelta_engine engine;
+    engines engines;
     gdelta_status status = gdelta_validate_problem(problem, GDELTA_PLACE_DEVICE, &shape);
     if (status == GDELTA_OK) status = gdelta_validate_operation(problem, &shape, operation);
-    if (status == GDELTA_OK) status = choose_engine(problem, &shape, &engine);
+    if (status == GDELTA_OK) status = choose_engines(problem, &shape, compute_capability, &engines);
     if (status == GDELTA_OK) status = check_compiled(compute_capability);
     if (reason) *reason = status == GDELTA_OK ? "" : gdelta_last_error();
     return status;
@@ -75,9 +140,8 @@ gdelta_status gdelta_plan_create(const gdelta_problem *problem, gdelta_plan **pl
     if (plan == NULL) return gdelta_fail(GDELTA_ERROR_INVALID_ARGUMENT, "plan is NULL");
     *plan = NULL;
     gdelta_shape shape;
-    gdelta_engine engine;
+    engines engines;
     gdelta_status status = gdelta_validate_problem(problem, GDELTA_PLACE_DEVICE, &shape);
-    if (status == GDELTA_OK) status = choose_engine(problem, &shape, &engine);
     if (status != GDELTA_OK) return status;
 
     int32_t compute_capability = problem->compute_capability, multiprocessors = problem->multiprocessors;
@@ -87,17 +151,27 @@ gdelta_status gdelta_plan_create(const gdelta_problem *problem, gdelta_plan **pl
         if (compute_capability == 0) compute_capability = here;
         if (multiprocessors == 0) multiprocessors = count;
     }
+    status = choose_engines(problem, &shape, compute_capability, &engines);
+    if (status != GDELTA_OK) return status;
 
     gdelta_plan *made = calloc(1, sizeof *made);
     if (made == NULL) return gdelta_fail(GDELTA_ERROR_OUT_OF_MEMORY, "no host memory for a plan");
     made->problem = *problem;
     made->shape = shape;
-    made->engine = engine;
+    made->forward_engine = engines.forward;
+    made->backward_engine = engines.backward;
     made->compute_capability = compute_capability;
     made->multiprocessors = multiprocessors;
-    bool saves = problem->save_mode == GDELTA_SAVE_STATES;
-    gdelta_workspace_forward(&shape, &made->forward);
-    gdelta_workspace_backward(&shape, !saves, &made->backward);
+    /* The hopper engine's backward needs nothing saved. A call of AUTO that it cannot take makes its own states. */
+    bool saves = problem->save_mode == GDELTA_SAVE_STATES && engines.backward == GDELTA_ENGINE_RECURRENT;
+    gdelta_workspace_forward(&shape, &made->step);
+    made->forward = made->step;
+    if (engines.forward == GDELTA_ENGINE_HOPPER) {
+        made->split_v = choose_split(made);
+        gdelta_workspace_hopper_forward(&shape, &made->forward);
+    }
+    if (problem->engine != GDELTA_ENGINE_HOPPER) gdelta_workspace_backward(&shape, !saves, &made->backward);
+    if (engines.backward == GDELTA_ENGINE_HOPPER) gdelta_workspace_hopper_backward(&shape, &made->backward);
     made->saved_bytes = saves ? gdelta_checkpoint_bytes(&shape) : 0;
     *plan = made;
     return GDELTA_OK;
@@ -115,17 +189,27 @@ size_t gdelta_plan_describe(const gdelta_plan *plan, char *text, size_t size) {
     const gdelta_problem *p = &plan->problem;
     const gdelta_shape *s = &plan->shape;
     static const char *const layouts[] = {"BSHD", "SBHD", "BHSD", "THD"};
+    bool hopper = plan->forward_engine == GDELTA_ENGINE_HOPPER;
+    bool hopper_backward = plan->backward_engine == GDELTA_ENGINE_HOPPER;
+    int64_t jobs = s->sequences * s->heads_o;
+    int64_t forward = jobs * (hopper ? plan->split_v : gdelta_forward_tiles(s->dim_v));
+    /* Of the kernel that walks along the tokens; hopper: one block up, one down. */
+    int64_t backward = jobs * (hopper_backward ? 2 : gdelta_backward_tiles(s->dim_k, s->dim_v));
+    char tiles[32];
+    if (hopper) {
+        snprintf(tiles, sizeof tiles, "split_v %" PRId32, plan->split_v);
+    } else {
+        snprintf(tiles, sizeof tiles, "width %" PRId32, gdelta_recurrent_width(s->dim_k));
+    }
     int length =
         snprintf(text, size,
-                 "recurrent: %s N=%" PRId64 " T=%" PRId64 " rows=%" PRId64 " heads=%" PRId32 "/%" PRId32 "/%" PRId32
-                 " K=%" PRId32 " V=%" PRId32 " %s, sm_%" PRId32 " x %" PRId32 ", width %" PRId32 ", blocks %" PRId64
-                 " forward, %" PRId64 " backward; workspace %zu forward, %zu backward, saved %zu bytes",
-                 layouts[p->layout], s->sequences, s->tokens, s->rows, s->heads_q, s->heads_k, s->heads_v, s->dim_k,
-                 s->dim_v, gdelta_dtype_name(p->dtype == GDELTA_DTYPE_DEFAULT ? GDELTA_DTYPE_BF16 : p->dtype),
-                 plan->compute_capability, plan->multiprocessors, gdelta_recurrent_width(s->dim_k),
-                 s->sequences * s->heads_o * gdelta_forward_tiles(s->dim_v),
-                 s->sequences * s->heads_o * gdelta_backward_tiles(s->dim_k, s->dim_v), plan->forward.bytes,
-                 plan->backward.bytes, plan->saved_bytes);
+                 "%s: %s N=%" PRId64 " T=%" PRId64 " rows=%" PRId64 " heads=%" PRId32 "/%" PRId32 "/%" PRId32
+                 " K=%" PRId32 " V=%" PRId32 " %s, sm_%" PRId32 " x %" PRId32 ", %s, blocks %" PRId64
+                 " forward, %" PRId64 " backward (%s); workspace %zu forward, %zu backward, saved %zu bytes",
+                 hopper ? "hopper" : "recurrent", layouts[p->layout], s->sequences, s->tokens, s->rows, s->heads_q,
+                 s->heads_k, s->heads_v, s->dim_k, s->dim_v, gdelta_dtype_name(io_dtype(p)), plan->compute_capability,
+                 plan->multiprocessors, tiles, forward, backward, hopper_backward ? "hopper" : "recurrent",
+                 plan->forward.bytes, plan->backward.bytes, plan->saved_bytes);
     return length < 0 ? 0 : (size_t)length;
 }
 
@@ -134,7 +218,11 @@ gdelta_status gdelta_plan_workspace_size(const gdelta_plan *plan, gdelta_operati
     if (bytes == NULL) return gdelta_fail(GDELTA_ERROR_INVALID_ARGUMENT, "bytes is NULL");
     gdelta_status status = gdelta_validate_operation(&plan->problem, &plan->shape, operation);
     if (status != GDELTA_OK) return status;
-    *bytes = operation == GDELTA_OPERATION_BACKWARD ? plan->backward.bytes : plan->forward.bytes;
+    const gdelta_workspace_table *tables[] = {[GDELTA_OPERATION_FORWARD] = &plan->forward,
+                                              [GDELTA_OPERATION_BACKWARD] = &plan->backward,
+                                              [GDELTA_OPERATION_STEP] = &plan->step,
+                                              [GDELTA_OPERATION_COMMIT] = &plan->step};
+    *bytes = tables[operation]->bytes;
     return GDELTA_OK;
 }
 

@@ -8,9 +8,11 @@
 struct gdelta_plan {
     gdelta_problem problem; /* as given */
     gdelta_shape shape;
-    gdelta_engine engine;
+    gdelta_engine forward_engine;  /* of a forward that saves nothing, where it can take the call */
+    gdelta_engine backward_engine; /* likewise; step and commit are the recurrent engine's */
+    int32_t split_v;               /* hopper forward: see kernels/launch.h */
     int32_t compute_capability, multiprocessors;
-    gdelta_workspace_table forward, backward;
+    gdelta_workspace_table forward, backward, step;
     size_t saved_bytes;
 };
 

@@ -81,8 +81,9 @@ static void write_row(const gdelta_view *x, span rows, int64_t token, int64_t he
 
 /* ---- States ----------------------------------------------------------------------------------------------------- */
 
-static int64_t entry_of(const gdelta_state_view *state, int64_t sequence) {
-    return state->slots.data ? table_at(&state->slots, sequence) : sequence;
+/* `number`: of the sequence, where each has one state. */
+static int64_t entry_of(const gdelta_state_view *state, int64_t number) {
+    return state->slots.data ? table_at(&state->slots, number) : number;
 }
 
 static int skips(const gdelta_state_view *state, int64_t sequence) {
@@ -93,24 +94,30 @@ static int starts_from_zeros(const gdelta_inputs *in, int64_t sequence) {
     return !in->initial.data || (in->has_initial && !in->has_initial[sequence]);
 }
 
-static int64_t state_offset(const gdelta_shape *shape, const gdelta_state_view *state, int64_t sequence, int64_t head,
+static int64_t state_offset(const gdelta_shape *shape, const gdelta_state_view *state, int64_t number, int64_t head,
                             int64_t i, int64_t j) {
     int64_t inner = state->order == GDELTA_STATE_KV ? i * shape->dim_v + j : j * shape->dim_k + i;
-    return entry_of(state, sequence) * state->slot + head * state->head + inner;
+    return entry_of(state, number) * state->slot + head * state->head + inner;
 }
 
-static void read_state(const gdelta_shape *shape, const gdelta_state_view *state, int64_t sequence, int64_t head,
+static void read_state(const gdelta_shape *shape, const gdelta_state_view *state, int64_t number, int64_t head,
                        double *s) {
     for (int64_t i = 0; i < shape->dim_k; i++)
         for (int64_t j = 0; j < shape->dim_v; j++)
-            *s++ = gdelta_load(state->data, state->dtype, state_offset(shape, state, sequence, head, i, j));
+            *s++ = gdelta_load(state->data, state->dtype, state_offset(shape, state, number, head, i, j));
 }
 
-static void write_state(const gdelta_shape *shape, const gdelta_state_view *state, int64_t sequence, int64_t head,
+static void write_state(const gdelta_shape *shape, const gdelta_state_view *state, int64_t number, int64_t head,
                         const double *s) {
     for (int64_t i = 0; i < shape->dim_k; i++)
         for (int64_t j = 0; j < shape->dim_v; j++)
-            gdelta_store(state->data, state->dtype, state_offset(shape, state, sequence, head, i, j), *s++);
+            gdelta_store(state->data, state->dtype, state_offset(shape, state, number, head, i, j), *s++);
+}
+
+/* One of several states of a sequence: -1 does not store it. */
+static void keep_state(const gdelta_shape *shape, const gdelta_state_view *state, int64_t number, int64_t head,
+                       const double *s) {
+    if (state->data && entry_of(state, number) >= 0) write_state(shape, state, number, head, s);
 }
 
 /* Element by element without a conversion, so that a NaN keeps its payload. In place it changes nothing. */
@@ -270,7 +277,7 @@ static void update(const gdelta_shape *shape, const token *token, const double *
             error[j] -= token->k[i] * after[i * columns + j];
         }
     for (int64_t i = 0; i < rows; i++)
-        for (int64_t j = 0; j < columns; j++) after[i * columns + j] += token->k[i] * token->beta * error[j];
+        for (int64_t j = 0; j < columns; j++) after[i * columns + j] += token->k[i] * (token->beta * error[j]);
 }
 
 /* o = scale S^T q */
@@ -284,7 +291,49 @@ static double forward_scratch(const gdelta_shape *shape) {
     return (double)shape->dim_k * shape->dim_v + 2.0 * shape->dim_v + token_size(shape);
 }
 
-static void forward_head(const gdelta_forward_call *call, int64_t sequence, int64_t head, double *scratch) {
+/* The state after this many tokens, a multiple of the interval. */
+static int64_t checkpoint_number(const gdelta_forward_call *call, span rows, int64_t tokens) {
+    int64_t interval = call->checkpoint_interval;
+    int64_t first = call->shape.packed ? rows.first / interval : rows.batch * (call->shape.tokens / interval);
+    return first + tokens / interval - 1;
+}
+
+static int64_t parent_of(const gdelta_shape *shape, const gdelta_table *parents, int64_t sequence, int64_t t) {
+    return parents->data ? table_at(parents, sequence * shape->tokens + t) : t - 1;
+}
+
+/* The state after token `last` of a tree, from the root on. */
+static void follow_path(const gdelta_forward_call *call, const gdelta_table *parents, int64_t sequence, int64_t head,
+                        int64_t last, token *token, double *s, double *error) {
+    if (last < 0) {
+        read_initial_state(&call->shape, &call->in, sequence, head, s);
+        return;
+    }
+    follow_path(call, parents, sequence, head, parent_of(&call->shape, parents, sequence, last), token, s, error);
+    read_token(&call->shape, &call->in, tokens_of(&call->shape, &call->in, sequence), last, head, token);
+    update(&call->shape, token, s, s, error);
+}
+
+/* Output heads that share a key write the same one: the first of them does. */
+static int reads_first(const gdelta_shape *shape, int64_t head, int64_t heads) {
+    for (int64_t h = 0; h < head; h++) {
+        if (head_of(shape, h, heads) == head_of(shape, head, heads)) return 0;
+    }
+    return 1;
+}
+
+static void write_record(const gdelta_shape *shape, const gdelta_record_view *record, span rows, int64_t t,
+                         int64_t head, const token *token, const double *error) {
+    int64_t u = offset(&record->u, rows, t, head), decay = offset(&record->decay, rows, t, head);
+    if (reads_first(shape, head, shape->heads_k))
+        write_row(&record->k, rows, t, head_of(shape, head, shape->heads_k), shape->dim_k, token->k);
+    for (int64_t j = 0; j < shape->dim_v; j++)
+        gdelta_store(record->u.data, record->u.dtype, u + j, token->beta * error[j]);
+    gdelta_store(record->decay.data, record->decay.dtype, decay, token->decay);
+}
+
+static void forward_head(const gdelta_draft_call *draft, int64_t sequence, int64_t head, double *scratch) {
+    const gdelta_forward_call *call = &draft->step;
     const gdelta_shape *shape = &call->shape;
     span rows = tokens_of(shape, &call->in, sequence);
     double *s = scratch, *o = s + (int64_t)shape->dim_k * shape->dim_v, *error = o + shape->dim_v;
@@ -302,8 +351,16 @@ static void forward_head(const gdelta_forward_call *call, int64_t sequence, int6
     }
     read_initial_state(shape, &call->in, sequence, head, s);
     for (int64_t t = 0; t < rows.length; t++) {
+        if (draft->parents.data) {
+            follow_path(call, &draft->parents, sequence, head, parent_of(shape, &draft->parents, sequence, t), &token,
+                        s, error);
+        }
         read_token(shape, &call->in, rows, t, head, &token);
         update(shape, &token, s, s, error);
+        if (draft->record.u.data) write_record(shape, &draft->record, rows, t, head, &token, error);
+        keep_state(shape, &draft->token_states, sequence * shape->tokens + t, head, s);
+        if (call->checkpoints.data && (t + 1) % call->checkpoint_interval == 0)
+            keep_state(shape, &call->checkpoints, checkpoint_number(call, rows, t + 1), head, s);
         if (!call->o.data) continue;
         read_out(shape, &token, s, o);
         write_row(&call->o, rows, t, head, shape->dim_v, o);
@@ -311,7 +368,9 @@ static void forward_head(const gdelta_forward_call *call, int64_t sequence, int6
     if (call->final.data) write_state(shape, &call->final, sequence, head, s);
 }
 
-static gdelta_status forward(const gdelta_forward_call *call) {
+/* Forward, step and draft. */
+static gdelta_status forward(const gdelta_draft_call *draft) {
+    const gdelta_forward_call *call = &draft->step;
     int64_t heads = call->shape.heads_o, tasks = call->shape.sequences * heads;
     int threads = threads_for((double)tasks);
     double size = forward_scratch(&call->shape);
@@ -324,8 +383,40 @@ static gdelta_status forward(const gdelta_forward_call *call) {
 #pragma omp parallel for num_threads(threads) schedule(dynamic)
 #endif
     for (int64_t task = 0; task < tasks; task++)
-        forward_head(call, task / heads, task % heads, scratch + this_thread() * (int64_t)size);
+        forward_head(draft, task / heads, task % heads, scratch + this_thread() * (int64_t)size);
     free(scratch);
+    return GDELTA_OK;
+}
+
+/* ---- Commit ----------------------------------------------------------------------------------------------------- */
+
+/* The tokens from the root to `last`, from their record. */
+static void replay(const gdelta_commit_call *call, int64_t sequence, int64_t head, int64_t last, double *s, double *k,
+                   double *u) {
+    const gdelta_shape *shape = &call->shape;
+    if (last < 0) return;
+    replay(call, sequence, head, parent_of(shape, &call->parents, sequence, last), s, k, u);
+    span rows = tokens_of(shape, &call->in, sequence);
+    double decay = scalar(&call->record.decay, rows, last, head);
+    read_row(&call->record.k, rows, last, head_of(shape, head, shape->heads_k), shape->dim_k, k);
+    read_row(&call->record.u, rows, last, head, shape->dim_v, u);
+    for (int64_t i = 0; i < shape->dim_k; i++)
+        for (int64_t j = 0; j < shape->dim_v; j++, s++) *s = decay * *s + k[i] * u[j];
+}
+
+static gdelta_status commit(const gdelta_commit_call *call) {
+    const gdelta_shape *shape = &call->shape;
+    int64_t states = (int64_t)shape->dim_k * shape->dim_v;
+    double *s = zeros((double)states + shape->dim_k + shape->dim_v);
+    if (!s) return gdelta_fail(GDELTA_ERROR_OUT_OF_MEMORY, "the reference has no host memory for one state");
+    for (int64_t n = 0; n < shape->sequences; n++)
+        for (int64_t head = 0; head < shape->heads_o; head++) {
+            if (skips(&call->in.initial, n) || skips(&call->final, n)) continue;
+            read_initial_state(shape, &call->in, n, head, s);
+            replay(call, n, head, table_at(&call->accepted, n) - 1, s, s + states, s + states + shape->dim_k);
+            write_state(shape, &call->final, n, head, s);
+        }
+    free(s);
     return GDELTA_OK;
 }
 
@@ -505,9 +596,9 @@ static gdelta_status backward(const gdelta_backward_call *call) {
 
 gdelta_status gdelta_reference_forward(const gdelta_problem *problem, const gdelta_forward_args *args) {
     gdelta_shape shape;
-    gdelta_forward_call call;
+    gdelta_draft_call call = {.parents = {.data = NULL}}; /* no draft */
     gdelta_status status = gdelta_validate_problem(problem, GDELTA_PLACE_HOST, &shape);
-    if (status == GDELTA_OK) status = gdelta_validate_forward(problem, &shape, GDELTA_PLACE_HOST, args, &call);
+    if (status == GDELTA_OK) status = gdelta_validate_forward(problem, &shape, GDELTA_PLACE_HOST, args, &call.step);
     return status == GDELTA_OK ? forward(&call) : status;
 }
 
@@ -521,8 +612,16 @@ gdelta_status gdelta_reference_backward(const gdelta_problem *problem, const gde
 
 gdelta_status gdelta_reference_step(const gdelta_problem *problem, const gdelta_step_args *args) {
     gdelta_shape shape;
-    gdelta_forward_call call;
+    gdelta_draft_call call;
     gdelta_status status = gdelta_validate_problem(problem, GDELTA_PLACE_HOST, &shape);
     if (status == GDELTA_OK) status = gdelta_validate_step(problem, &shape, GDELTA_PLACE_HOST, args, &call);
     return status == GDELTA_OK ? forward(&call) : status;
+}
+
+gdelta_status gdelta_reference_commit(const gdelta_problem *problem, const gdelta_commit_args *args) {
+    gdelta_shape shape;
+    gdelta_commit_call call;
+    gdelta_status status = gdelta_validate_problem(problem, GDELTA_PLACE_HOST, &shape);
+    if (status == GDELTA_OK) status = gdelta_validate_commit(problem, &shape, GDELTA_PLACE_HOST, args, &call);
+    return status == GDELTA_OK ? commit(&call) : status;
 }

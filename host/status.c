@@ -46,16 +46,29 @@ const char *gdelta_device_status_string(uint64_t word) {
         [GDELTA_DEVICE_CU_SEQLENS_LENGTH] = "ends a sequence longer than problem.tokens",
         [GDELTA_DEVICE_INITIAL_SLOT_RANGE] = "is outside -1..slot_count-1",
         [GDELTA_DEVICE_FINAL_SLOT_RANGE] = "is outside -1..slot_count-1",
+        [GDELTA_DEVICE_CHECKPOINT_SLOT_RANGE] = "is outside -1..slot_count-1",
+        [GDELTA_DEVICE_TOKEN_SLOT_RANGE] = "is outside -1..slot_count-1",
+        [GDELTA_DEVICE_PARENT_RANGE] = "is no earlier token, nor -1",
+        [GDELTA_DEVICE_ACCEPTED_RANGE] = "is outside 0..T",
+    };
+    static const char *const tables[] = {
+        [GDELTA_DEVICE_CU_SEQLENS_START] = "cu_seqlens",
+        [GDELTA_DEVICE_CU_SEQLENS_ORDER] = "cu_seqlens",
+        [GDELTA_DEVICE_CU_SEQLENS_END] = "cu_seqlens",
+        [GDELTA_DEVICE_CU_SEQLENS_LENGTH] = "cu_seqlens",
+        [GDELTA_DEVICE_INITIAL_SLOT_RANGE] = "the initial state's slots",
+        [GDELTA_DEVICE_FINAL_SLOT_RANGE] = "the final state's slots",
+        [GDELTA_DEVICE_CHECKPOINT_SLOT_RANGE] = "the checkpoints' slots",
+        [GDELTA_DEVICE_TOKEN_SLOT_RANGE] = "the token states' slots",
+        [GDELTA_DEVICE_PARENT_RANGE] = "parents",
+        [GDELTA_DEVICE_ACCEPTED_RANGE] = "accepted",
     };
     uint32_t rule = (uint32_t)(word >> 32), index = (uint32_t)word;
     if (word == GDELTA_DEVICE_OK) return "no error";
-    if (rule < GDELTA_DEVICE_CU_SEQLENS_START || rule > GDELTA_DEVICE_FINAL_SLOT_RANGE) {
+    if (rule < GDELTA_DEVICE_CU_SEQLENS_START || rule > GDELTA_DEVICE_ACCEPTED_RANGE) {
         snprintf(device_sentence, sizeof device_sentence, "0x%016" PRIx64 " is not a device status word", word);
         return device_sentence;
     }
-    const char *table = rule <= GDELTA_DEVICE_CU_SEQLENS_LENGTH    ? "cu_seqlens"
-                        : rule == GDELTA_DEVICE_INITIAL_SLOT_RANGE ? "the initial state's slots"
-                                                                   : "the final state's slots";
-    snprintf(device_sentence, sizeof device_sentence, "entry %" PRIu32 " of %s %s", index, table, rules[rule]);
+    snprintf(device_sentence, sizeof device_sentence, "entry %" PRIu32 " of %s %s", index, tables[rule], rules[rule]);
     return device_sentence;
 }

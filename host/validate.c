@@ -19,7 +19,7 @@
         if (status_ != GDELTA_OK) return status_; \
     } while (0)
 
-enum { kMaxHeads = 1 << 20, kMaxDim = 1 << 20, kMaxStepTokens = 16 };
+enum { kMaxHeads = 1 << 20, kMaxDim = 1 << 20, kMaxStepTokens = 16, kCheckpointUnit = 64 };
 
 /* Sets of dtypes. */
 #define BIT(dtype) (1u << (dtype))
@@ -325,7 +325,7 @@ static gdelta_status check_cu_seqlens(const checker *c, const gdelta_index *inde
 }
 
 static gdelta_status check_slots(const checker *c, const char *name, const gdelta_index *index, int64_t slot_count,
-                                 gdelta_table *table) {
+                                 int64_t states, gdelta_table *table) {
     char slots[48] = "";
     strcat(strcat(slots, name), ".slots");
     TRY(check_index(slots, index, table));
@@ -338,7 +338,7 @@ static gdelta_status check_slots(const checker *c, const char *name, const gdelt
             "%s.slot_count is %" PRId64 "; with slots it must be 1 to 2^62", name, slot_count);
     const void *host = readable(c, index);
     if (host == NULL) return GDELTA_OK;
-    for (int64_t i = 0; i < c->shape->sequences; ++i) {
+    for (int64_t i = 0; i < states; ++i) {
         int64_t slot = entry(host, table->is_int64, i);
         REQUIRE(slot >= -1 && slot < slot_count, "%s[%" PRId64 "] is %" PRId64 "; it must be -1 (skip) to %" PRId64,
                 slots, i, slot, slot_count - 1);
@@ -346,8 +346,9 @@ static gdelta_status check_slots(const checker *c, const char *name, const gdelt
     return GDELTA_OK;
 }
 
-static gdelta_status check_state(checker *c, const char *name, const gdelta_state *s, int role,
-                                 gdelta_state_view *view) {
+/* `states` of them, each with an entry of its own or a slot. */
+static gdelta_status check_states(checker *c, const char *name, const gdelta_state *s, int64_t states, int role,
+                                  gdelta_state_view *view) {
     const gdelta_shape *shape = c->shape;
     memset(view, 0, sizeof *view);
     REQUIRE(s->reserved == 0, "%s.reserved is %" PRId32 "; it must be 0", name, s->reserved);
@@ -359,9 +360,9 @@ static gdelta_status check_state(checker *c, const char *name, const gdelta_stat
     }
     TRY(check_dtype(c, name, view->dtype, HALVES_AND_FP32));
     TRY(check_pointer(name, s->data, view->dtype));
-    TRY(check_slots(c, name, &s->slots, s->slot_count, &view->slots));
+    TRY(check_slots(c, name, &s->slots, s->slot_count, states, &view->slots));
 
-    int64_t entries = s->slots.data ? s->slot_count : shape->sequences;
+    int64_t entries = s->slots.data ? s->slot_count : states;
     bool vk = view->order == GDELTA_STATE_VK;
     int64_t rows = vk ? shape->dim_v : shape->dim_k, columns = vk ? shape->dim_k : shape->dim_v;
     int64_t extent[4] = {entries, shape->heads_o, rows, columns};
@@ -380,6 +381,12 @@ static gdelta_status check_state(checker *c, const char *name, const gdelta_stat
     return GDELTA_OK;
 }
 
+/* One of each sequence. */
+static gdelta_status check_state(checker *c, const char *name, const gdelta_state *s, int role,
+                                 gdelta_state_view *view) {
+    return check_states(c, name, s, c->shape->sequences, role, view);
+}
+
 /* A gradient of states: by sequence, no slots. */
 static gdelta_status check_state_gradient(checker *c, const char *name, const gdelta_tensor *t, int role,
                                           gdelta_state_view *view) {
@@ -389,14 +396,40 @@ static gdelta_status check_state_gradient(checker *c, const char *name, const gd
     return t->data ? remember(c, name, t->data, role & kOutput) : GDELTA_OK;
 }
 
+static bool same_entries(const gdelta_state_view *a, const gdelta_state_view *b) {
+    return a->dtype == b->dtype && a->slot == b->slot && a->head == b->head;
+}
+
 /* States that are written: memory of their own, or the initial state's, in place. */
 static gdelta_status check_final(checker *c, const char *name, const gdelta_state *s, const gdelta_inputs *in,
                                  gdelta_state_view *view) {
     TRY(check_state(c, name, s, kOutput, view));
     const gdelta_state_view *initial = &in->initial;
     if (s->data == NULL || s->data != initial->data) return s->data ? remember(c, name, s->data, true) : GDELTA_OK;
-    REQUIRE(view->dtype == initial->dtype && view->slot == initial->slot && view->head == initial->head,
+    REQUIRE(same_entries(view, initial),
             "%s.data is the initial state's; in place its dtype and strides must be the same too", name);
+    const char *first = NULL;
+    for (int i = 0; i < c->count; ++i) {
+        if (c->seen[i].data != s->data) continue;
+        REQUIRE(first == NULL, "%s.data is %p, which is also %s.data; an output must have memory of its own", name,
+                s->data, first);
+        first = c->seen[i].name;
+    }
+    return GDELTA_OK;
+}
+
+/* Several states of each sequence, written: memory of their own, or a pool that they share with initial or final ones.
+ */
+static gdelta_status check_several(checker *c, const char *name, const gdelta_state *s, int64_t states,
+                                   const gdelta_state_view *initial, const gdelta_state_view *final,
+                                   gdelta_state_view *view) {
+    TRY(check_states(c, name, s, states, kOutput, view));
+    if (s->data == NULL) return GDELTA_OK;
+    const gdelta_state_view *pool = s->data == initial->data ? initial : s->data == final->data ? final : NULL;
+    if (pool == NULL) return remember(c, name, s->data, true);
+    REQUIRE(view->slots.data && pool->slots.data && same_entries(view, pool),
+            "%s.data is also the initial or final state's; in one pool both need slots, and the same dtype and strides",
+            name);
     return GDELTA_OK;
 }
 
@@ -429,6 +462,19 @@ static unsigned or_fp32(gdelta_dtype dtype) {
     return BIT(dtype) | BIT(GDELTA_DTYPE_FP32);
 }
 
+/* Where sequences start from, and the status word. */
+static gdelta_status check_start(checker *c, const char *name, const gdelta_state *state, const uint8_t *has_initial,
+                                 uint64_t *device_status, gdelta_inputs *in) {
+    TRY(check_state(c, name, state, kInput, &in->initial));
+    if (in->initial.data) TRY(remember(c, name, in->initial.data, false));
+    REQUIRE(has_initial == NULL || in->initial.data, "has_initial_state is given but %s.data is NULL", name);
+    in->has_initial = has_initial;
+    REQUIRE((uintptr_t)device_status % 8 == 0, "device_status is %p; it must be aligned to 8 bytes",
+            (void *)device_status);
+    in->device_status = device_status;
+    return GDELTA_OK;
+}
+
 static gdelta_status check_inputs(checker *c, const common_args *a, gdelta_inputs *in) {
     const gdelta_shape *s = c->shape;
     gdelta_dtype io = io_dtype(c), gate = gate_dtype(c), beta = beta_dtype(c);
@@ -452,16 +498,8 @@ static gdelta_status check_inputs(checker *c, const common_args *a, gdelta_input
     REQUIRE(fused || !in->dt_bias.data,
             "dt_bias.data is given but gate is %" PRId32 "; only a softplus gate (2) takes it", s->gate);
 
-    TRY(check_state(c, a->state_name, a->initial, kInput, &in->initial));
-    if (in->initial.data) TRY(remember(c, a->state_name, in->initial.data, false));
-    REQUIRE(a->has_initial == NULL || in->initial.data, "has_initial_state is given but %s.data is NULL",
-            a->state_name);
-    in->has_initial = a->has_initial;
     TRY(check_cu_seqlens(c, a->cu_seqlens, &in->cu_seqlens));
-    REQUIRE((uintptr_t)a->device_status % 8 == 0, "device_status is %p; it must be aligned to 8 bytes",
-            (void *)a->device_status);
-    in->device_status = a->device_status;
-    return GDELTA_OK;
+    return check_start(c, a->state_name, a->initial, a->has_initial, a->device_status, in);
 }
 
 #define REQUIRE_STRUCT(args, type)                                                                              \
@@ -472,17 +510,29 @@ static gdelta_status check_inputs(checker *c, const common_args *a, gdelta_input
                 sizeof(type));                                                                                  \
     } while (0)
 
+static gdelta_status check_checkpoints(checker *c, const gdelta_state *checkpoints, int64_t interval,
+                                       gdelta_forward_call *call) {
+    const gdelta_shape *shape = c->shape;
+    bool given = checkpoints->data != NULL;
+    REQUIRE(!given || (interval > 0 && interval % kCheckpointUnit == 0),
+            "checkpoint_interval is %" PRId64 "; with checkpoints it must be a positive multiple of %d", interval,
+            kCheckpointUnit);
+    int64_t states = !given          ? 0
+                     : shape->packed ? shape->rows / interval
+                                     : shape->sequences * (shape->tokens / interval);
+    call->checkpoint_interval = interval;
+    TRY(check_several(c, "checkpoints", checkpoints, states, &call->in.initial, &call->final, &call->checkpoints));
+    REQUIRE(given || interval == 0,
+            "checkpoint_interval is %" PRId64 " but checkpoints.data is NULL; without checkpoints it must be 0",
+            interval);
+    return GDELTA_OK;
+}
+
 gdelta_status gdelta_validate_forward(const gdelta_problem *problem, const gdelta_shape *shape, gdelta_place place,
                                       const gdelta_forward_args *a, gdelta_forward_call *call) {
     checker c = {.problem = problem, .shape = shape, .place = place};
     REQUIRE_STRUCT(a, gdelta_forward_args);
     REQUIRE(a->reserved == 0, "args.reserved is %" PRIu32 "; it must be 0", a->reserved);
-    if (a->checkpoints.data != NULL || a->checkpoints.slots.data != NULL || a->checkpoint_interval != 0) {
-        return gdelta_fail(GDELTA_ERROR_UNSUPPORTED,
-                           "checkpoints.data is %p, checkpoints.slots.data is %p, checkpoint_interval is %" PRId64
-                           "; state checkpoints are not in this version",
-                           a->checkpoints.data, a->checkpoints.slots.data, a->checkpoint_interval);
-    }
     memset(call, 0, sizeof *call);
     call->shape = *shape;
     TRY(check_inputs(&c,
@@ -492,11 +542,19 @@ gdelta_status gdelta_validate_forward(const gdelta_problem *problem, const gdelt
     gdelta_dtype io = io_dtype(&c);
     TRY(check_tensor(&c, "o", &a->o, shape->heads_o, shape->dim_v, io, or_fp32(io), kOutput, &call->o));
     TRY(check_final(&c, "final_state", &a->final_state, &call->in, &call->final));
-    REQUIRE(call->o.data || call->final.data || shape->rows == 0,
-            "o.data and final_state.data are NULL; forward has nothing to write");
+    TRY(check_checkpoints(&c, &a->checkpoints, a->checkpoint_interval, call));
+    REQUIRE(call->o.data || call->final.data || call->checkpoints.data || shape->rows == 0,
+            "o.data, final_state.data and checkpoints.data are NULL; forward has nothing to write");
     REQUIRE(a->saved != NULL || a->saved_bytes == 0, "saved_bytes is %zu but saved is NULL", a->saved_bytes);
     REQUIRE(place == GDELTA_PLACE_DEVICE || a->saved == NULL, "saved is %p; the CPU reference saves nothing", a->saved);
     return GDELTA_OK;
+}
+
+/* A named engine runs all or nothing. */
+static gdelta_status check_engine(const gdelta_problem *problem, const char *operation) {
+    if (problem->engine != GDELTA_ENGINE_HOPPER) return GDELTA_OK;
+    return gdelta_fail(GDELTA_ERROR_UNSUPPORTED,
+                       "engine is hopper (2); its %s is not in this version, use auto (0) or recurrent (1)", operation);
 }
 
 gdelta_status gdelta_validate_backward(const gdelta_problem *problem, const gdelta_shape *shape, gdelta_place place,
@@ -561,33 +619,77 @@ gdelta_status gdelta_validate_operation(const gdelta_problem *problem, const gde
         case GDELTA_OPERATION_BACKWARD:
             return GDELTA_OK;
         case GDELTA_OPERATION_STEP:
-            return check_step_tokens(problem, shape);
+            TRY(check_step_tokens(problem, shape));
+            return check_engine(problem, "step");
         case GDELTA_OPERATION_COMMIT:
-            return gdelta_fail(GDELTA_ERROR_UNSUPPORTED, "commit is not in this version: draft records are not either");
+            TRY(check_step_tokens(problem, shape));
+            return check_engine(problem, "commit");
         default:
             return check_enum("operation", operation, GDELTA_OPERATION_COMMIT);
     }
 }
 
+/* All of a record or nothing. */
+static gdelta_status check_record(checker *c, const gdelta_record *record, int role, gdelta_record_view *view) {
+    const gdelta_shape *s = c->shape;
+    const unsigned fp32 = BIT(GDELTA_DTYPE_FP32);
+    const gdelta_dtype dtype = GDELTA_DTYPE_FP32;
+    const gdelta_tensor *parts[] = {&record->k, &record->u, &record->decay};
+    static const char *const names[] = {"record.k", "record.u", "record.decay"};
+    bool any = role & kRequired;
+    for (int i = 0; i < 3; ++i) any = any || parts[i]->data;
+    for (int i = 0; i < 3; ++i) {
+        REQUIRE(!any || parts[i]->data, "%s.data is NULL; a record is k, u and decay", names[i]);
+    }
+    TRY(check_tensor(c, names[0], parts[0], s->heads_k, s->dim_k, dtype, fp32, role, &view->k));
+    TRY(check_tensor(c, names[1], parts[1], s->heads_o, s->dim_v, dtype, fp32, role, &view->u));
+    return check_tensor(c, names[2], parts[2], s->heads_o, 1, dtype, fp32, role, &view->decay);
+}
+
+static gdelta_status check_parents(const checker *c, const gdelta_index *index, gdelta_table *table) {
+    TRY(check_index("parents", index, table));
+    const void *host = index->data ? readable(c, index) : NULL;
+    if (host == NULL) return GDELTA_OK;
+    int64_t tokens = c->shape->tokens;
+    for (int64_t i = 0; i < c->shape->rows; ++i) {
+        int64_t parent = entry(host, table->is_int64, i);
+        REQUIRE(parent >= -1 && parent < i % tokens,
+                "parents[%" PRId64 "] is %" PRId64 "; for token %" PRId64
+                " of a sequence it must be an earlier one, or -1 (the state before the draft)",
+                i, parent, i % tokens);
+    }
+    return GDELTA_OK;
+}
+
+static gdelta_status check_accepted(const checker *c, const gdelta_index *index, gdelta_table *table) {
+    TRY(check_index("accepted", index, table));
+    REQUIRE(index->data != NULL, "accepted.data is NULL; a commit needs the counts");
+    const void *host = readable(c, index);
+    for (int64_t i = 0; host && i < c->shape->sequences; ++i) {
+        int64_t count = entry(host, table->is_int64, i);
+        REQUIRE(count >= 0 && count <= c->shape->tokens,
+                "accepted[%" PRId64 "] is %" PRId64 "; it must be 0 to %" PRId64, i, count, c->shape->tokens);
+    }
+    return GDELTA_OK;
+}
+
+/* The state that is written, if none is given for it, is the one that is read. */
+static gdelta_status check_output_state(checker *c, const gdelta_state *state, const gdelta_state *output,
+                                        const gdelta_inputs *in, gdelta_state_view *final) {
+    if (output->data == NULL) return check_final(c, "state", state, in, final);
+    return check_final(c, "output_state", output, in, final);
+}
+
 gdelta_status gdelta_validate_step(const gdelta_problem *problem, const gdelta_shape *shape, gdelta_place place,
-                                   const gdelta_step_args *a, gdelta_forward_call *call) {
+                                   const gdelta_step_args *a, gdelta_draft_call *draft) {
     checker c = {.problem = problem, .shape = shape, .place = place};
+    gdelta_forward_call *call = &draft->step;
     REQUIRE_STRUCT(a, gdelta_step_args);
     TRY(check_step_tokens(problem, shape));
+    if (place == GDELTA_PLACE_DEVICE) TRY(check_engine(problem, "step"));
     REQUIRE((a->flags & ~(uint32_t)GDELTA_STEP_KEEP_STATE) == 0,
             "args.flags is 0x%" PRIx32 "; only GDELTA_STEP_KEEP_STATE is known", a->flags);
-    const struct {
-        const char *name;
-        const void *data;
-    } later[] = {{"token_states", a->token_states.data}, {"token_states.slots", a->token_states.slots.data},
-                 {"record.k", a->record.k.data},         {"record.u", a->record.u.data},
-                 {"record.decay", a->record.decay.data}, {"parents", a->parents.data}};
-    for (size_t i = 0; i < sizeof later / sizeof *later; ++i) {
-        if (later[i].data == NULL) continue;
-        return gdelta_fail(GDELTA_ERROR_UNSUPPORTED, "%s.data is %p; draft verification is not in this version",
-                           later[i].name, later[i].data);
-    }
-    memset(call, 0, sizeof *call);
+    memset(draft, 0, sizeof *draft);
     call->shape = *shape;
     gdelta_index no_table = {.data = NULL};
     TRY(check_inputs(&c,
@@ -599,16 +701,34 @@ gdelta_status gdelta_validate_step(const gdelta_problem *problem, const gdelta_s
     bool keep = a->flags & GDELTA_STEP_KEEP_STATE;
     REQUIRE(!keep || a->output_state.data == NULL, "output_state.data is %p but args.flags has GDELTA_STEP_KEEP_STATE",
             a->output_state.data);
-    REQUIRE(!keep || call->o.data,
-            "o.data is NULL and args.flags has GDELTA_STEP_KEEP_STATE; the step has nothing to "
-            "write");
     REQUIRE(call->in.initial.data != NULL, "state.data is NULL; a step needs a state");
-    if (keep) return GDELTA_OK;
-    if (a->output_state.data == NULL) return check_final(&c, "state", &a->state, &call->in, &call->final);
-    return check_final(&c, "output_state", &a->output_state, &call->in, &call->final);
+    if (!keep) TRY(check_output_state(&c, &a->state, &a->output_state, &call->in, &call->final));
+    TRY(check_several(&c, "token_states", &a->token_states, shape->rows, &call->in.initial, &call->final,
+                      &draft->token_states));
+    TRY(check_record(&c, &a->record, kOutput, &draft->record));
+    TRY(check_parents(&c, &a->parents, &draft->parents));
+    REQUIRE(keep || draft->parents.data == NULL,
+            "parents.data is %p but args.flags lacks GDELTA_STEP_KEEP_STATE; no token of a tree is the last",
+            draft->parents.data);
+    REQUIRE(!keep || call->o.data || draft->token_states.data || draft->record.u.data,
+            "o.data is NULL and args.flags has GDELTA_STEP_KEEP_STATE; without token_states and record the step has "
+            "nothing to write");
+    return GDELTA_OK;
 }
 
-gdelta_status gdelta_validate_commit(const gdelta_commit_args *a) {
+gdelta_status gdelta_validate_commit(const gdelta_problem *problem, const gdelta_shape *shape, gdelta_place place,
+                                     const gdelta_commit_args *a, gdelta_commit_call *call) {
+    checker c = {.problem = problem, .shape = shape, .place = place};
     REQUIRE_STRUCT(a, gdelta_commit_args);
-    return gdelta_fail(GDELTA_ERROR_UNSUPPORTED, "commit is not in this version: draft records are not either");
+    TRY(check_step_tokens(problem, shape));
+    if (place == GDELTA_PLACE_DEVICE) TRY(check_engine(problem, "commit"));
+    REQUIRE(a->flags == 0, "args.flags is 0x%" PRIx32 "; it must be 0", a->flags);
+    memset(call, 0, sizeof *call);
+    call->shape = *shape;
+    TRY(check_record(&c, &a->record, kRequired, &call->record));
+    TRY(check_accepted(&c, &a->accepted, &call->accepted));
+    TRY(check_parents(&c, &a->parents, &call->parents));
+    TRY(check_start(&c, "state", &a->state, a->has_initial_state, a->device_status, &call->in));
+    REQUIRE(call->in.initial.data != NULL, "state.data is NULL; a commit needs a state");
+    return check_output_state(&c, &a->state, &a->output_state, &call->in, &call->final);
 }

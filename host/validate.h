@@ -11,7 +11,8 @@ typedef enum gdelta_place { GDELTA_PLACE_DEVICE, GDELTA_PLACE_HOST } gdelta_plac
 
 gdelta_status gdelta_validate_problem(const gdelta_problem *problem, gdelta_place place, gdelta_shape *shape);
 
-/* Whether this operation can be asked of this problem at all: a step has 1 to 16 tokens and a dense layout. */
+/* Whether this operation can be asked of this problem at all: a step, and its commit, has 1 to 16 tokens and a dense
+ * layout, and a named engine has the operation. */
 gdelta_status gdelta_validate_operation(const gdelta_problem *problem, const gdelta_shape *shape,
                                         gdelta_operation operation);
 
@@ -20,9 +21,10 @@ gdelta_status gdelta_validate_forward(const gdelta_problem *problem, const gdelt
                                       const gdelta_forward_args *args, gdelta_forward_call *call);
 gdelta_status gdelta_validate_backward(const gdelta_problem *problem, const gdelta_shape *shape, gdelta_place place,
                                        const gdelta_backward_args *args, gdelta_backward_call *call);
-/* A step is a forward whose final state is, by default, its initial state. */
+/* A step is a forward whose final state is, by default, its initial state; with what it leaves of a draft. */
 gdelta_status gdelta_validate_step(const gdelta_problem *problem, const gdelta_shape *shape, gdelta_place place,
-                                   const gdelta_step_args *args, gdelta_forward_call *call);
-gdelta_status gdelta_validate_commit(const gdelta_commit_args *args);
+                                   const gdelta_step_args *args, gdelta_draft_call *call);
+gdelta_status gdelta_validate_commit(const gdelta_problem *problem, const gdelta_shape *shape, gdelta_place place,
+                                     const gdelta_commit_args *args, gdelta_commit_call *call);
 
 #endif /* GDELTA_VALIDATE_H */

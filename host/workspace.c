@@ -26,6 +26,23 @@ void gdelta_workspace_forward(const gdelta_shape *shape, gdelta_workspace_table 
     table->malformed = take(&table->bytes, malformed_bytes(shape));
 }
 
+static size_t chunk_count(const gdelta_shape *shape) {
+    return (size_t)gdelta_chunk_capacity(shape->sequences, shape->tokens, shape->rows, shape->packed);
+}
+
+/* What prepare leaves for the kernels after it. */
+static void take_chunks(const gdelta_shape *shape, gdelta_workspace_table *table) {
+    size_t chunks = chunk_count(shape);
+    table->t = take(&table->bytes, chunks * (size_t)shape->heads_o * kHopperTileBytes);
+    table->p = take(&table->bytes, chunks * (size_t)shape->heads_q * kHopperTileBytes);
+    table->rows = take(&table->bytes, chunks * (size_t)shape->heads_o * kHopperRowFloats * sizeof(float));
+}
+
+void gdelta_workspace_hopper_forward(const gdelta_shape *shape, gdelta_workspace_table *table) {
+    gdelta_workspace_forward(shape, table);
+    take_chunks(shape, table);
+}
+
 void gdelta_workspace_backward(const gdelta_shape *shape, bool own_checkpoints, gdelta_workspace_table *table) {
     size_t heads_rows = (size_t)shape->rows * (size_t)shape->heads_o;
     size_t tiles = (size_t)gdelta_backward_tiles(shape->dim_k, shape->dim_v);
@@ -38,4 +55,22 @@ void gdelta_workspace_backward(const gdelta_shape *shape, bool own_checkpoints, 
     table->dv = take(&table->bytes, shared_values ? heads_rows * (size_t)shape->dim_v * sizeof(float) : 0);
     table->ddecay = take(&table->bytes, heads_rows * tiles * sizeof(float));
     table->dbeta = take(&table->bytes, heads_rows * tiles * sizeof(float));
+}
+
+void gdelta_workspace_hopper_backward(const gdelta_shape *shape, gdelta_workspace_table *table) {
+    enum { kElementBytes = 2 };
+    size_t chunk_heads = chunk_count(shape) * (size_t)shape->heads_o, recurrent = table->bytes;
+    size_t state = (size_t)shape->dim_k * (size_t)shape->dim_v * kElementBytes;
+    size_t values = kChunk * (size_t)shape->dim_v * kElementBytes;
+    table->bytes = table->malformed;
+    take(&table->bytes, malformed_bytes(shape));
+    take_chunks(shape, table);
+    table->l = take(&table->bytes, chunk_count(shape) * (size_t)shape->heads_q * kHopperTileBytes);
+    table->s = take(&table->bytes, chunk_heads * state);
+    table->ds = take(&table->bytes, chunk_heads * state);
+    table->w = take(&table->bytes, chunk_heads * values);
+    table->y = take(&table->bytes, chunk_heads * values);
+    bool parameters = shape->gate == GDELTA_GATE_SOFTPLUS;
+    table->parameters = take(&table->bytes, parameters ? chunk_heads * 2 * sizeof(double) : 0);
+    if (table->bytes < recurrent) table->bytes = recurrent;
 }

@@ -10,13 +10,22 @@ enum { kWorkspaceAlignment = 256 };
 
 /* Byte offsets; a part of size 0 has the offset of the part after it. */
 typedef struct gdelta_workspace_table {
-    size_t malformed, checkpoints, dq, dk, dv, ddecay, dbeta;
+    size_t malformed;
+    size_t checkpoints, dq, dk, dv, ddecay, dbeta; /* recurrent backward */
+    size_t t, p, rows;                             /* hopper */
+    size_t l, s, ds, w, y, parameters;             /* hopper backward */
     size_t bytes;
 } gdelta_workspace_table;
 
+/* Of the recurrent engine, for forward and step. */
 void gdelta_workspace_forward(const gdelta_shape *shape, gdelta_workspace_table *table);
-/* `own_checkpoints`: backward makes the states itself, for forward saved none. */
+/* Holds what gdelta_workspace_forward asks for too, at the same place: a call may fall back to that engine. */
+void gdelta_workspace_hopper_forward(const gdelta_shape *shape, gdelta_workspace_table *table);
+/* Of the recurrent engine. `own_checkpoints`: backward makes the states itself, for forward saved none. */
 void gdelta_workspace_backward(const gdelta_shape *shape, bool own_checkpoints, gdelta_workspace_table *table);
+/* Adds the hopper engine's needs to a table of the recurrent engine's, in the same bytes: a call uses one or the other.
+ * All but `malformed`, which both have. */
+void gdelta_workspace_hopper_backward(const gdelta_shape *shape, gdelta_workspace_table *table);
 
 /* Bytes of the states that forward leaves every 64 tokens. */
 size_t gdelta_checkpoint_bytes(const gdelta_shape *shape);

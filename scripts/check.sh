@@ -37,8 +37,8 @@ verdict "README.md names files that exist" "$(grep -oE '`[A-Za-z0-9_.-]+/[A-Za-z
 
 # Host, from the top: api, run, plan and tensor_map, then workspace, layout and validate, then device, status and
 # convert; the reference stands beside run. A file includes its own level and those below. kernels/args.h is everyone's,
-# launch.h is run.c's, config.h is for plan.c and workspace.c. Kernels: engine -> rule -> tile -> ptx. Tests and bench
-# see what a user sees, and the small tables of host/convert.h and host/layout.h.
+# launch.h is run.c's, config.h is for plan.c, workspace.c and tensor_map.c. Kernels: engine -> rule -> tile -> ptx.
+# Tests and bench see what a user sees, and the small tables of host/convert.h and host/layout.h.
 includes=$(grep -HoE '^ *# *include *[<"][^>"]+' "${sources[@]}" | sed -E 's/: *# *include *[<"]/ /')
 verdict "include rules" "$(awk '
     function base(path) { sub(/.*\//, "", path); sub(/\..*/, "", path); return path }
@@ -57,7 +57,9 @@ verdict "include rules" "$(awk '
         if (!(from in level)) bad("scripts/check.sh does not know this file")
         if ($2 ~ /^host\// && level[to] > level[from]) bad("against the order of host/")
         if ($2 == "kernels/launch.h" && $1 != "host/run.c") bad("only run.c launches")
-        if ($2 == "kernels/config.h" && $1 !~ /(plan|workspace)\.c$/) bad("tile numbers are for plan.c and workspace.c")
+        if ($2 == "kernels/config.h" && $1 !~ /(plan|workspace|tensor_map)\.c$/) {
+            bad("tile numbers are for plan.c, workspace.c and tensor_map.c")
+        }
         if ($2 ~ /^kernels\// && $2 !~ /\/(args|launch|config)\.h$/) bad("only args.h, launch.h and config.h")
         if ($2 ~ /cuda/ && $1 != "host/device.c") bad("only device.c sees CUDA")
     }
@@ -83,15 +85,21 @@ if [ "$(printf '%s\n' 12.8 "${version:-0}" | sort -V | head -n 1)" != 12.8 ]; th
 else
     scratch=$(mktemp -d)
     trap 'rm -rf "$scratch"' EXIT
-    gencode=()
-    for arch in $(sed -n 's/.*set(CMAKE_CUDA_ARCHITECTURES \([0-9].*\))/\1/p' CMakeLists.txt); do
-        gencode+=(-gencode "arch=compute_${arch%-real},code=sm_${arch%-real}")
-    done
-    echo "compiling ${#kernels[@]} files for $((${#gencode[@]} / 2)) architectures"
-    printf '%s\n' "${kernels[@]}" | xargs -P 2 -I{} bash -c 'file=$1 scratch=$2; shift 2; name=$scratch/${file//\//_}
-        "$@" "$file" -o "$name.o" >"$name.log" 2>&1 || { cat "$name.log"; touch "$scratch/failed"; }' _ {} "$scratch" \
-        "$nvcc" -std=c++17 -O3 -I. -Iinclude -DGDELTA_HAVE_CUDA=1 -Xcompiler=-Wall,-Wextra -Werror=all-warnings \
-        -Xptxas=-v "${gencode[@]}" -c
+    # compile ARCHITECTURES FILES
+    compile() {
+        local gencode=()
+        for arch in $1; do gencode+=(-gencode "arch=compute_$arch,code=sm_$arch"); done
+        shift
+        echo "compiling $# files for $((${#gencode[@]} / 2)) architectures"
+        printf '%s\n' "$@" | xargs -P 2 -I{} bash -c 'file=$1 scratch=$2; shift 2; name=$scratch/${file//\//_}
+            "$@" "$file" -o "$name.o" >"$name.log" 2>&1 || { cat "$name.log"; touch "$scratch/failed"; }' _ {} \
+            "$scratch" "$nvcc" -std=c++17 -O3 -I. -Iinclude -DGDELTA_HAVE_CUDA=1 -Xcompiler=-Wall,-Wextra \
+            -Werror=all-warnings -Xptxas=-v "${gencode[@]}" -c
+    }
+    mapfile -t hopper < <(printf '%s\n' "${kernels[@]}" | grep '^kernels/hopper/')
+    mapfile -t portable < <(printf '%s\n' "${kernels[@]}" | grep -v '^kernels/hopper/')
+    compile "$(sed -n 's/-real//g; s/.*set(CMAKE_CUDA_ARCHITECTURES \([0-9].*\))/\1/p' CMakeLists.txt)" "${portable[@]}"
+    compile 90a "${hopper[@]}"
     verdict "every kernel compiles for every architecture" "$(ls "$scratch/failed" 2>/dev/null)"
     cat "$scratch"/*.log | c++filt >"$scratch/ptxas"
     verdict "no serialised wgmma" "$(grep -E 'C7512|C7517' "$scratch/ptxas")"

@@ -25,8 +25,8 @@
  *     gdelta_forward(plan, &args, workspace, bytes, stream);
  *     gdelta_plan_destroy(plan);
  *
- * How to read this file: 1 status, 2 the words of a problem, 3 tensors, 4 plans, 5 forward, 6 backward, 7 step.
- * reference.h holds the same three operations on the CPU.
+ * How to read this file: 1 status, 2 the words of a problem, 3 tensors, 4 plans, 5 forward, 6 backward, 7 step
+ * and commit. reference.h holds the same four operations on the CPU.
  *
  * What holds everywhere:
  *   - Zero means default. Start every struct from zeros, set struct_size, then set what you need.
@@ -142,19 +142,30 @@ enum {
     GDELTA_STATE_VK = 1  /* [V, K], K innermost */
 };
 
-/* Which kernels run. AUTO takes the fastest that supports the problem; a named one is used or the plan fails. */
+/* Which kernels run. AUTO takes the fastest that supports the problem, for each operation; a named one is used or the
+ * plan fails, and an operation that it lacks is UNSUPPORTED.
+ *
+ * AUTO runs a forward on the recurrent engine instead of the hopper engine where the copy engine (TMA) cannot take q, k
+ * or v: it needs 16-bit elements, data aligned to 16 bytes and strides that are multiples of 8 elements; and where
+ * checkpoints or states for backward are wanted. HOPPER by name refuses such calls.
+ *
+ * The hopper engine's backward must be asked for by name, for it is new: its kernels have been checked on a GPU by
+ * themselves, not yet through this library. It refuses what the copy engine cannot take of q, k, v and d_o, and
+ * GDELTA_GATE_LINEAR where dg is wanted: a decay next to 0 has a gradient that it cannot tell from its roundings. */
 typedef int32_t gdelta_engine;
 enum {
     GDELTA_ENGINE_AUTO = 0,
     GDELTA_ENGINE_RECURRENT = 1, /* token by token on CUDA cores, fp32 arithmetic: any K, V <= 256, sm_80 and later */
-    GDELTA_ENGINE_HOPPER = 2     /* chunked, tensor cores, sm_90a: not in this version */
+    GDELTA_ENGINE_HOPPER = 2 /* chunked, tensor cores, sm_90a: forward and backward of bf16 and fp16, K and V each 64
+                                or 128 */
 };
 
-/* What forward leaves in `saved` for backward. */
+/* What forward leaves in `saved` for backward. The hopper engine's backward makes all that it needs from the inputs,
+ * faster than it could load it: 0 bytes in both modes. The recurrent engine: */
 typedef int32_t gdelta_save_mode;
 enum {
-    GDELTA_SAVE_COMPACT = 0, /* little or nothing; backward recomputes. Recurrent engine: 0 bytes */
-    GDELTA_SAVE_STATES = 1   /* the state of every chunk; backward is faster. Recurrent engine: fp32, every 64 tokens */
+    GDELTA_SAVE_COMPACT = 0, /* 0 bytes; backward recomputes */
+    GDELTA_SAVE_STATES = 1   /* the state after every 64 tokens, fp32; backward is faster */
 };
 
 typedef int32_t gdelta_operation;
@@ -262,12 +273,16 @@ typedef struct gdelta_state {
  * no address outside your tensors is touched. */
 enum {
     GDELTA_DEVICE_OK = 0,
-    GDELTA_DEVICE_CU_SEQLENS_START = 1,   /* cu_seqlens[0] is not 0: the call writes nothing */
-    GDELTA_DEVICE_CU_SEQLENS_ORDER = 2,   /* cu_seqlens[index] < cu_seqlens[index - 1]: the call writes nothing */
-    GDELTA_DEVICE_CU_SEQLENS_END = 3,     /* cu_seqlens[index] > total_tokens: the call writes nothing */
-    GDELTA_DEVICE_CU_SEQLENS_LENGTH = 4,  /* sequence index - 1 is longer than problem.tokens: writes nothing */
-    GDELTA_DEVICE_INITIAL_SLOT_RANGE = 5, /* initial state slots[index] out of range: that sequence is skipped */
-    GDELTA_DEVICE_FINAL_SLOT_RANGE = 6    /* final state slots[index] out of range: that sequence is skipped */
+    GDELTA_DEVICE_CU_SEQLENS_START = 1,      /* cu_seqlens[0] is not 0: the call writes nothing */
+    GDELTA_DEVICE_CU_SEQLENS_ORDER = 2,      /* cu_seqlens[index] < cu_seqlens[index - 1]: the call writes nothing */
+    GDELTA_DEVICE_CU_SEQLENS_END = 3,        /* cu_seqlens[index] > total_tokens: the call writes nothing */
+    GDELTA_DEVICE_CU_SEQLENS_LENGTH = 4,     /* sequence index - 1 is longer than problem.tokens: writes nothing */
+    GDELTA_DEVICE_INITIAL_SLOT_RANGE = 5,    /* initial state slots[index] out of range: that sequence is skipped */
+    GDELTA_DEVICE_FINAL_SLOT_RANGE = 6,      /* final state slots[index] out of range: that sequence is skipped */
+    GDELTA_DEVICE_CHECKPOINT_SLOT_RANGE = 7, /* checkpoints slots[index] out of range: that state is not stored */
+    GDELTA_DEVICE_TOKEN_SLOT_RANGE = 8,      /* token_states slots[index] out of range: that state is not stored */
+    GDELTA_DEVICE_PARENT_RANGE = 9,          /* parents[index] is no earlier token, nor -1: that sequence is skipped */
+    GDELTA_DEVICE_ACCEPTED_RANGE = 10        /* accepted[index] is not 0..T: that sequence is skipped */
 };
 
 /* The sentence for a device status word, "no error" for 0. Never NULL. Valid until this thread's next call of it. */
@@ -304,7 +319,8 @@ GDELTA_API size_t gdelta_plan_describe(const gdelta_plan *plan, char *text, size
  * initialisation and do not outlive the call. INVALID_ARGUMENT; UNSUPPORTED where the operation is. */
 GDELTA_API gdelta_status gdelta_plan_workspace_size(const gdelta_plan *plan, gdelta_operation operation, size_t *bytes);
 
-/* Bytes that forward leaves for backward, for the problem's save_mode; may be 0. Aligned to 256 bytes. */
+/* Bytes that forward leaves for backward, for the problem's save_mode; may be 0, and is with the hopper engine. Aligned
+ * to 256 bytes. */
 GDELTA_API gdelta_status gdelta_plan_saved_size(const gdelta_plan *plan, size_t *bytes);
 
 /* ---- 5. Forward: whole sequences -------------------------------------------------------------------------------- */
@@ -332,8 +348,15 @@ typedef struct gdelta_forward_args {
     gdelta_index cu_seqlens; /* THD: [N + 1], from 0, nondecreasing, at most total_tokens. Rows past the last sequence
                                 are neither read nor written. Else absent */
 
-    gdelta_state checkpoints;    /* the state after every checkpoint_interval tokens: not in this version */
-    int64_t checkpoint_interval; /* 0 */
+    /* The state after every checkpoint_interval tokens of each sequence, counted from its start, also after the last
+     * token where that is a multiple: floor(length / interval) of them, each equal bit for bit to the final state of a
+     * call that ends there. Checkpoint j of sequence n has the number n * floor(T / interval) + j; with THD, where
+     * lengths differ, floor(cu_seqlens[n] / interval) + j, which no other has. Without slots that is its entry of
+     * [numbers, HO, K, V], numbers = B * floor(T / interval) or floor(total_tokens / interval). With slots its entry is
+     * slots[number], and -1 does not store it. Memory of its own, or the pool of initial or final states with the same
+     * dtype and strides, where all have slots. */
+    gdelta_state checkpoints;
+    int64_t checkpoint_interval; /* a multiple of 64; 0 without checkpoints */
 
     void *saved;        /* gdelta_plan_saved_size bytes for a later backward; NULL: inference */
     size_t saved_bytes; /* 0 if NULL */
@@ -395,11 +418,13 @@ enum {
     GDELTA_STEP_KEEP_STATE = 1 /* read the state, do not write it: drafts whose fate is not known yet */
 };
 
-/* What a draft token did to the state, so that a commit can replay it. Not in this version. */
+/* What draft tokens do to the state, so that a commit can replay those that were accepted: S <- decay S + k u^T. All
+ * three or none, fp32. At K = V = 128 it takes 1/64 of the memory of a state a token. Rows of skipped sequences are not
+ * written. */
 typedef struct gdelta_record {
-    gdelta_tensor k;     /* [B, T, HK, K], normalised keys */
-    gdelta_tensor u;     /* [B, T, HO, V], fp32 */
-    gdelta_tensor decay; /* [B, T, HO], fp32 */
+    gdelta_tensor k;     /* [B, T, HK, K], normalised as problem.l2norm says */
+    gdelta_tensor u;     /* [B, T, HO, V] */
+    gdelta_tensor decay; /* [B, T, HO], exp(g) */
 } gdelta_record;
 
 typedef struct gdelta_step_args {
@@ -413,9 +438,21 @@ typedef struct gdelta_step_args {
     gdelta_state output_state;        /* optional: written instead of `state` */
     const uint8_t *has_initial_state; /* device, [B], optional: 0 starts from zeros without reading the slot */
 
-    gdelta_state token_states; /* the state after each token, slots [B, T]: not in this version */
-    gdelta_record record;      /* not in this version */
-    gdelta_index parents;      /* [B, T], tree drafts: not in this version */
+    /* Verification of drafts, all optional. What follows a token starts from its state in registers: states are rounded
+     * to their type in memory only where they are stored. */
+
+    /* Out: the state after token t of sequence n, entry n * T + t of [B * T, HO, K, V]. With slots its entry is
+     * slots[n * T + t], and -1 does not store it. Memory of its own, or the pool of `state` or output_state with the
+     * same dtype and strides, where both have slots; there, a token of a tree must not take the slot that its sequence
+     * starts from. */
+    gdelta_state token_states;
+
+    gdelta_record record; /* out: for gdelta_commit */
+
+    /* [B, T], tree drafts: token t continues token parents[n * T + t], one of 0..t-1 of its sequence, or the state
+     * before the draft if that is -1. o, token_states and record are those of a step of the tokens from the root to t
+     * alone, bit for bit. Needs GDELTA_STEP_KEEP_STATE, for no token of a tree is the last. */
+    gdelta_index parents;
 
     uint64_t *device_status;
 } gdelta_step_args;
@@ -426,16 +463,22 @@ GDELTA_API gdelta_status gdelta_step(const gdelta_plan *plan, const gdelta_step_
                                      size_t bytes, gdelta_stream stream);
 
 typedef struct gdelta_commit_args {
-    uint32_t struct_size; /* sizeof(gdelta_commit_args) */
-    uint32_t flags;       /* 0 */
-    gdelta_record record;
-    gdelta_index accepted; /* [B], accepted draft tokens of each sequence */
-    gdelta_state state;    /* in and, unless output_state is there, out */
-    gdelta_state output_state;
+    uint32_t struct_size;             /* sizeof(gdelta_commit_args) */
+    uint32_t flags;                   /* 0 */
+    gdelta_record record;             /* as a step left it. Needed */
+    gdelta_index accepted;            /* [B], 0..T: how many draft tokens to keep. Needed */
+    gdelta_index parents;             /* as given to that step: then 1 + the last token to keep, which brings those that
+                                         it continues, or 0 */
+    gdelta_state state;               /* as given to that step; in and, unless output_state is there, out. Needed */
+    gdelta_state output_state;        /* optional: written instead of `state` */
+    const uint8_t *has_initial_state; /* as given to that step */
     uint64_t *device_status;
 } gdelta_commit_args;
 
-/* Replays the accepted prefix of a recorded draft into the state. Not in this version: always UNSUPPORTED. */
+/* Replays the accepted tokens of a recorded draft into the states. The result is, bit for bit, the state that a step of
+ * these tokens alone leaves; with fp32 states that is also what steps of one token each leave. 0 accepted: the state as
+ * it was, or zeros where has_initial_state is 0. A count outside 0..T skips the sequence, whose states are not touched,
+ * and is reported in device_status. The plan is that of the step. The same statuses as gdelta_forward. */
 GDELTA_API gdelta_status gdelta_commit(const gdelta_plan *plan, const gdelta_commit_args *args, void *workspace,
                                        size_t bytes, gdelta_stream stream);
 

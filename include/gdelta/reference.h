@@ -30,6 +30,9 @@ GDELTA_API gdelta_status gdelta_reference_backward(const gdelta_problem *problem
 /* T tokens on each state; see gdelta_step. */
 GDELTA_API gdelta_status gdelta_reference_step(const gdelta_problem *problem, const gdelta_step_args *args);
 
+/* The accepted tokens of a record; see gdelta_commit. Bit for bit the step's states if the record is fp64. */
+GDELTA_API gdelta_status gdelta_reference_commit(const gdelta_problem *problem, const gdelta_commit_args *args);
+
 #ifdef __cplusplus
 }
 #endif
