@@ -26,12 +26,13 @@
 #include "support/golden.h"
 
 static const char usage[] =
-    "usage: gdelta-replay [--engine auto|reference|recurrent] FOLDER...\n"
+    "usage: gdelta-replay [--engine auto|reference|recurrent|hopper] FOLDER...\n"
     "\n"
     "Runs the case in each FOLDER forward and, where it expects gradients, backward, and prints a line\n"
     "    case tensor rel_l2 tolerance PASS|FAIL\n"
     "for each tensor that it expects. rel_l2 is the worst of all sequences and heads. The engine auto is the fastest\n"
-    "on the GPU that supports the case; reference is the CPU and needs no GPU.\n"
+    "on the GPU that supports the case; reference is the CPU and needs no GPU. A named engine that has no backward\n"
+    "leaves the gradients out: SKIP.\n"
     "Exit status: 0 all passed, 1 a tensor failed, 2 bad arguments or folder, or no GPU.\n"
     "\n"
     "To dump a case from PyTorch, for packed q [T, HQ, K], ..., and one sequence:\n"
@@ -53,21 +54,26 @@ static const char usage[] =
 
 enum { kPassed = 0, kFailed = 1, kUnusable = 2 };
 
-/* Can the engine run the case on this machine's GPU? Else gdelta_last_error() says why not. */
-static bool runs(const test_engine *engine, const golden *g) {
+/* Can the engine run these operations of the case on this machine's GPU? Else gdelta_last_error() says why not. */
+static bool runs(const test_engine *engine, const golden *g, bool backward) {
     gdelta_problem problem = case_problem(&g->x.c);
     gdelta_plan *plan;
+    size_t bytes;
     problem.engine = engine->engine;
     if (gdelta_plan_create(&problem, &plan) != GDELTA_OK) return false;
+    bool good = !backward || gdelta_plan_workspace_size(plan, GDELTA_OPERATION_BACKWARD, &bytes) == GDELTA_OK;
     gdelta_plan_destroy(plan);
-    return true;
+    return good;
 }
 
 /* The engine of that name, or with auto the last on the GPU that runs the case: they are in order of speed. */
 static const test_engine *choose(const char *name, const golden *g) {
     const test_engine *chosen = NULL;
     for (const test_engine *e = test_engines; e < test_engines + kEngines; ++e)
-        if (strcmp(name, "auto") != 0 ? strcmp(name, e->name) == 0 : e->on_gpu && runs(e, g)) chosen = e;
+        if (strcmp(name, "auto") != 0 ? strcmp(name, e->name) == 0
+                                      : e->on_gpu && runs(e, g, golden_needs_backward(g))) {
+            chosen = e;
+        }
     return chosen;
 }
 
@@ -76,6 +82,10 @@ static int print_errors(const char *folder, const golden *g, const test_engine *
     for (role r = 0; r < kRoles; ++r) {
         if (!g->expected[r].data) continue;
         double tolerance = golden_tolerance(engine, r);
+        if (error[r] == -1) {
+            printf("%s %-5s - - SKIP\n", folder, golden_name(r));
+            continue;
+        }
         bool good = error[r] <= tolerance;
         printf("%s %-5s %.2e %.0e %s\n", folder, golden_name(r), error[r], tolerance, good ? "PASS" : "FAIL");
         if (!good) result = kFailed;
@@ -89,7 +99,7 @@ static int replay(const char *folder, const char *engine_name) {
     if (!golden_load(folder, &g)) return kUnusable;
     const test_engine *engine = choose(engine_name, &g);
     int result = kUnusable;
-    if (!engine || (engine->on_gpu && !runs(engine, &g)))
+    if (!engine || (engine->on_gpu && !runs(engine, &g, false)))
         fprintf(stderr, "%s: %s\n", folder, gdelta_last_error());
     else
         result = golden_run(&g, engine, error) ? print_errors(folder, &g, engine, error) : kFailed;

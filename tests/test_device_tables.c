@@ -81,6 +81,7 @@ GPU_ENGINE_TEST(device_tables, malformed_cu_seqlens_write_nothing, 1) {
             test_case c = packed_case(engine, variant > 0);
             c.save_mode = i % 2;
             for (gdelta_operation operation = 0; operation <= GDELTA_OPERATION_BACKWARD; ++operation) {
+                if (!engine_runs(engine, &c, operation)) continue;
                 instance x = make_fault(&c, i, wide);
                 uint64_t word = run_for_status(&x, engine, operation, 1);
                 cr_expect_eq(word >> 32, faults[i].rule, "fault %d, operation %d: %s", i, operation,
@@ -102,6 +103,7 @@ GPU_ENGINE_TEST(device_tables, the_status_word_is_optional, 1) {
     c.absent = ROLE(kStatus);
     for (int i = 0; i < kFaults; ++i) {
         for (gdelta_operation operation = 0; operation <= GDELTA_OPERATION_BACKWARD; ++operation) {
+            if (!engine_runs(engine, &c, operation)) continue;
             instance x = make_fault(&c, i, false);
             device_instance d;
             cr_assert(device_create(&d, &x, engine, operation));
@@ -121,6 +123,7 @@ GPU_ENGINE_TEST(device_tables, a_host_copy_is_checked_before_the_launch, 1) {
     c.host_tables = true;
     for (int i = 0; i < kFaults; ++i) {
         for (gdelta_operation operation = 0; operation <= GDELTA_OPERATION_BACKWARD; ++operation) {
+            if (!engine_runs(engine, &c, operation)) continue;
             instance x = make_fault(&c, i, false);
             device_instance d;
             cr_assert(device_create(&d, &x, engine, operation));
@@ -162,8 +165,9 @@ GPU_ENGINE_TEST(device_tables, slots_out_of_range_are_skipped, 1) {
             (uint64_t)(final ? GDELTA_DEVICE_FINAL_SLOT_RANGE : GDELTA_DEVICE_INITIAL_SLOT_RANGE) << 32 | 2;
         for (gdelta_operation operation = 0; operation <= GDELTA_OPERATION_STEP; ++operation) {
             if (final && operation == GDELTA_OPERATION_BACKWARD) continue; /* has no final slots */
+            if (!engine_runs(engine, &c, operation)) continue;
             cr_assert(instance_run(&skipped, engine, operation));
-            uint32_t outputs = instance_outputs(&x, operation);
+            role_set outputs = instance_outputs(&x, operation);
             uint64_t word = run_for_status(&x, engine, operation, 1);
             cr_expect_eq(word, expected, "slot %d, operation %d: %s", i, operation, gdelta_device_status_string(word));
             cr_expect(instance_untouched(&x, outputs));
@@ -171,6 +175,117 @@ GPU_ENGINE_TEST(device_tables, slots_out_of_range_are_skipped, 1) {
         }
         instance_destroy(&x);
         instance_destroy(&skipped);
+    }
+}
+
+/* ---- Tables of drafts and checkpoints ---- */
+
+/* Runs x, whose table has a mistake, and y, whose tables say what is made of it: the same memory but for the tables. */
+static void expect_like(instance *x, instance *y, const test_engine *engine, gdelta_operation operation, uint64_t rule,
+                        uint64_t index) {
+    uint64_t word = run_for_status(x, engine, operation, 1);
+    cr_expect_eq(word, rule << 32 | index, "%s", gdelta_device_status_string(word));
+    cr_expect_eq(run_for_status(y, engine, operation, 1), 0);
+    cr_expect(instance_untouched(y, instance_outputs(y, operation)));
+    memcpy(x->before, y->before, y->bytes); /* the tables among it */
+    static const role tables[] = {kInitialSlots, kFinalSlots, kTokenSlots, kCheckpointSlots, kParents, kAccepted};
+    for (size_t i = 0; i < sizeof tables / sizeof *tables; ++i) {
+        const instance_tensor *t = &x->tensor[tables[i]];
+        if (t->present) memcpy(x->after + t->offset, y->after + t->offset, (size_t)t->count * t->bytes);
+    }
+    cr_expect_eq(memcmp(x->after, y->after, x->bytes), 0, "%s", case_line(&x->c));
+}
+
+static test_case draft_case(int i) {
+    test_case c = {.sequences = 3,
+                   .lengths = {5},
+                   .heads_q = 2,
+                   .heads_v = 4,
+                   .dim_k = 64,
+                   .dim_v = 128,
+                   .l2norm = GDELTA_L2NORM_ADD_EPS,
+                   .index64 = i & 1};
+    case_use_slots(&c, kSlotsDistinct, 0);
+    return c;
+}
+
+static void skip_sequence(instance *x, int n) {
+    x->c.initial_slots[n] = -1;
+    instance_set_entry(x, kInitialSlots, n, -1);
+}
+
+GPU_ENGINE_TEST(device_tables, several_slots_out_of_range_store_nothing, 1) {
+    for (int i = 0; i < 8; ++i) {
+        static const int64_t bad[] = {1 << 20, -2, -(1 << 30), 1000};
+        bool tokens = i & 4;
+        test_case c = draft_case(i);
+        c.token_states = tokens;
+        c.lengths[0] = tokens ? 5 : 200;
+        c.checkpoint_interval = tokens ? 0 : 64;
+        c.several_slots = true;
+        gdelta_operation operation = tokens ? GDELTA_OPERATION_STEP : GDELTA_OPERATION_FORWARD;
+        NEEDS(&c, FORWARD);
+        instance x = make_instance(&c), y = make_instance(&c);
+        instance_set_entry(&x, tokens ? kTokenSlots : kCheckpointSlots, 3, bad[i % 4]);
+        instance_set_entry(&y, tokens ? kTokenSlots : kCheckpointSlots, 3, -1);
+        expect_like(&x, &y, engine, operation,
+                    tokens ? GDELTA_DEVICE_TOKEN_SLOT_RANGE : GDELTA_DEVICE_CHECKPOINT_SLOT_RANGE, 3);
+        instance_destroy(&x);
+        instance_destroy(&y);
+    }
+}
+
+GPU_ENGINE_TEST(device_tables, broken_trees_and_counts_skip_the_sequence, 1) {
+    static const struct {
+        role table;
+        int entry;
+        int64_t value;
+        uint64_t rule;
+    } mistakes[] = {
+        {kParents, 7, 2, GDELTA_DEVICE_PARENT_RANGE},    {kParents, 5, 0, GDELTA_DEVICE_PARENT_RANGE},
+        {kParents, 8, -2, GDELTA_DEVICE_PARENT_RANGE},   {kParents, 9, 1 << 30, GDELTA_DEVICE_PARENT_RANGE},
+        {kAccepted, 1, 6, GDELTA_DEVICE_ACCEPTED_RANGE}, {kAccepted, 1, -1, GDELTA_DEVICE_ACCEPTED_RANGE},
+    };
+    for (int i = 0; i < 24; ++i) {
+        test_case c = draft_case(i);
+        int mistake = i / 2 % 6;
+        bool tree = mistakes[mistake].table == kParents, commit = !tree || i >= 12;
+        c.tree = tree;
+        c.record = c.token_states = c.keep_state = true;
+        for (int n = 0; n < 3; ++n) c.accepted[n] = 5;
+        NEEDS(&c, COMMIT);
+        instance x = make_instance(&c), y = make_instance(&c);
+        for (int64_t t = 0; tree && t < 5; ++t) { /* a chain, so that a commit looks at every entry */
+            instance_set_entry(&x, kParents, 5 + t, t - 1);
+            instance_set_entry(&y, kParents, 5 + t, t - 1);
+        }
+        for (role r = kRecordK; r <= kRecordDecay; ++r) {
+            instance_put_all(&x, r, 0.5);
+            instance_put_all(&y, r, 0.5);
+        }
+        instance_set_entry(&x, mistakes[mistake].table, mistakes[mistake].entry, mistakes[mistake].value);
+        skip_sequence(&y, 1);
+        expect_like(&x, &y, engine, commit ? GDELTA_OPERATION_COMMIT : GDELTA_OPERATION_STEP, mistakes[mistake].rule,
+                    (uint64_t)mistakes[mistake].entry);
+        instance_destroy(&x);
+        instance_destroy(&y);
+    }
+}
+
+/* What the tables hold for a padded row does not matter. */
+GPU_ENGINE_TEST(device_tables, padded_rows_are_not_looked_at, 1) {
+    test_case c = draft_case(0);
+    c.tree = c.record = c.keep_state = true;
+    NEEDS(&c, COMMIT);
+    for (gdelta_operation operation = GDELTA_OPERATION_STEP; operation <= GDELTA_OPERATION_COMMIT; ++operation) {
+        instance x = make_instance(&c);
+        skip_sequence(&x, 1);
+        instance_set_entry(&x, kParents, 6, 77);
+        instance_set_entry(&x, kAccepted, 1, 99);
+        for (role r = kRecordK; r <= kRecordDecay; ++r) instance_put_all(&x, r, 0.5);
+        cr_expect_eq(run_for_status(&x, engine, operation, 1), 0);
+        cr_expect(instance_untouched(&x, instance_outputs(&x, operation)));
+        instance_destroy(&x);
     }
 }
 

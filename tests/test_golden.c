@@ -13,6 +13,7 @@ static const char *const folders[] = {
     "ragged_with_empty", "strong_decay_d128", "tiny_rows"};
 
 ENGINE_TEST(golden, cases, 1) {
+    int tensors = 0;
     for (size_t i = 0; i < sizeof folders / sizeof *folders; ++i) {
         char path[1024];
         golden g;
@@ -22,13 +23,17 @@ ENGINE_TEST(golden, cases, 1) {
         cr_assert(golden_run(&g, engine, error));
         int compared = 0;
         for (role r = 0; r < kRoles; ++r) {
-            if (!g.expected[r].data) continue;
+            if (!g.expected[r].data || error[r] == -1) continue;
             ++compared;
             cr_expect(error[r] <= golden_tolerance(engine, r), "%s %s: %g", folders[i], golden_name(r), error[r]);
         }
-        cr_expect_eq(compared, 8, "%s: o, ht, dq, dk, dv, dg, dbeta, dh0", folders[i]);
+        /* o and ht; dq, dk, dv, dg, dbeta and dh0 */
+        int wanted = 2 * RUNS(&g.x.c, FORWARD) + 6 * RUNS(&g.x.c, BACKWARD);
+        cr_expect_eq(compared, wanted, "%s: %d tensors", folders[i], compared);
+        tensors += compared;
         golden_free(&g);
     }
+    cr_expect_gt(tensors, 0, "no case at all");
 }
 
 /* ---- The loader ---- */

@@ -54,19 +54,66 @@ static size_t padded(size_t bytes) {
     return (bytes + 255) & ~(size_t)255;
 }
 
-/* The parts of kernels/launch.h, in fp32: states after every 64 rows, parts of dq and dk for each tile of V, parts of
- * dv where query heads share one, ddecay and dbeta for each tile. A tile of backward is 8 warps x 4 lanes x 4 columns
- * of V, 2 columns where K passes 128. The word `malformed` comes with packed sequences. */
+/* Whether AUTO takes the hopper engine for forward: long sequences of tiles of 16-bit elements. */
+static bool takes_hopper(const gdelta_problem *p) {
+#ifdef GDELTA_HAVE_HOPPER
+    bool tiles = (p->dim_k == 64 || p->dim_k == 128) && (p->dim_v == 64 || p->dim_v == 128);
+    int64_t longest = p->tokens ? p->tokens : p->total_tokens;
+    bool automatic = p->engine == GDELTA_ENGINE_AUTO && (longest > 64 || (p->flags & GDELTA_FLAG_BATCH_INVARIANT));
+    return (automatic || p->engine == GDELTA_ENGINE_HOPPER) && tiles && p->dtype != GDELTA_DTYPE_FP32 &&
+           p->compute_capability == 90;
+#else
+    (void)p;
+    return false;
+#endif
+}
+
+/* And for backward: only by name. */
+static bool takes_hopper_backward(const gdelta_problem *p) {
+    return takes_hopper(p) && p->engine == GDELTA_ENGINE_HOPPER;
+}
+
+static size_t chunks_of(const gdelta_problem *p) {
+    bool thd = p->layout == GDELTA_LAYOUT_THD;
+    return (size_t)(thd ? p->total_tokens / 64 + p->sequences : p->batch * ((p->tokens + 63) / 64));
+}
+
+/* Hopper forward: two sets of tiles of 64 x 64 elements of 16 bits, one for each chunk of 64 tokens and output head,
+ * one for each and query head; and 324 floats. Packed sequences may all end within a chunk. */
+static size_t hopper_bytes(const gdelta_problem *p, size_t heads) {
+    size_t chunks = chunks_of(p);
+    return padded(chunks * heads * 8192) + padded(chunks * (size_t)p->heads_q * 8192) +
+           padded(chunks * heads * 324 * 4);
+}
+
+/* Backward besides: more tiles for each query head, and for each output head two states and two sets of rows of V of 16
+ * bits, and of fused gates two doubles. */
+static size_t hopper_backward_bytes(const gdelta_problem *p, size_t heads) {
+    size_t chunks = chunks_of(p), k = (size_t)p->dim_k, v = (size_t)p->dim_v;
+    return hopper_bytes(p, heads) + padded(chunks * (size_t)p->heads_q * 8192) +
+           2 * padded(chunks * heads * k * v * 2) + 2 * padded(chunks * heads * 64 * v * 2) +
+           (p->gate == GDELTA_GATE_SOFTPLUS ? padded(chunks * heads * 16) : 0);
+}
+
+/* The recurrent engine's are the parts of kernels/launch.h, in fp32: states after every 64 rows, parts of dq and dk for
+ * each tile of V, parts of dv where query heads share one, ddecay and dbeta for each tile. A tile of backward is 8
+ * warps x 4 lanes x 4 columns of V, 2 columns where K passes 128. The word `malformed` comes with packed sequences.
+ * Where AUTO takes the hopper engine for backward nothing is saved, and there is room for either engine. */
 static sizes expected_sizes(const gdelta_problem *p) {
-    bool thd = p->layout == GDELTA_LAYOUT_THD, saves = p->save_mode == GDELTA_SAVE_STATES;
+    bool thd = p->layout == GDELTA_LAYOUT_THD, saves = p->save_mode == GDELTA_SAVE_STATES && !takes_hopper_backward(p);
     size_t rows = (size_t)(thd ? p->total_tokens : p->batch * p->tokens);
     size_t heads = (size_t)(p->heads_q > p->heads_v ? p->heads_q : p->heads_v);
     size_t k = (size_t)p->dim_k, v = (size_t)p->dim_v;
     size_t columns = k <= 128 ? 128 : 64, tiles = (v + columns - 1) / columns;
     size_t malformed = thd ? 256 : 0, states = rows / 64 * heads * k * v * 4;
     sizes s = {.forward = malformed, .saved = saves ? states : 0};
-    s.backward = malformed + (saves ? 0 : padded(states)) + 2 * padded(rows * heads * tiles * k * 4) +
-                 (p->heads_v < p->heads_q ? padded(rows * heads * v * 4) : 0) + 2 * padded(heads * tiles * rows * 4);
+    if (takes_hopper(p)) s.forward += hopper_bytes(p, heads);
+    size_t recurrent = malformed + (saves ? 0 : padded(states)) + 2 * padded(rows * heads * tiles * k * 4) +
+                       (p->heads_v < p->heads_q ? padded(rows * heads * v * 4) : 0) +
+                       2 * padded(heads * tiles * rows * 4);
+    size_t hopper = takes_hopper_backward(p) ? malformed + hopper_backward_bytes(p, heads) : 0;
+    if (p->engine == GDELTA_ENGINE_HOPPER) recurrent = 0;
+    s.backward = recurrent > hopper ? recurrent : hopper;
     return s;
 }
 
@@ -81,12 +128,13 @@ Test(plan, sizes_are_the_sum_of_the_parts) {
         {1, 1 << 20, 4, 4, 8, 128, 256},
     };
     for (size_t i = 0; i < sizeof shapes / sizeof *shapes; ++i) {
-        for (int mode = 0; mode < 4; ++mode) {
+        for (int mode = 0; mode < 12; ++mode) {
             int64_t rows = shapes[i].batch * shapes[i].tokens;
             gdelta_problem p = mode & 1 ? packed(shapes[i].batch, rows) : dense(shapes[i].batch, shapes[i].tokens);
             p.save_mode = mode & 2 ? GDELTA_SAVE_STATES : GDELTA_SAVE_COMPACT;
             p.heads_q = shapes[i].heads_q, p.heads_k = shapes[i].heads_k, p.heads_v = shapes[i].heads_v;
             p.dim_k = shapes[i].dim_k, p.dim_v = shapes[i].dim_v;
+            p.gate = mode / 4;
             sizes got = sizes_of(&p), want = expected_sizes(&p);
             cr_expect_eq(got.forward, want.forward, "shape %zu, mode %d: %zu not %zu", i, mode, got.forward,
                          want.forward);
@@ -101,6 +149,7 @@ Test(plan, sizes_are_the_sum_of_the_parts) {
 Test(plan, saved_states_spare_backward_their_workspace) {
     for (int thd = 0; thd < 2; ++thd) {
         gdelta_problem compact = thd ? packed(3, 1000) : dense(3, 640), states = compact;
+        compact.gate = states.gate = GDELTA_GATE_LINEAR; /* whose backward is the recurrent engine's */
         states.save_mode = GDELTA_SAVE_STATES;
         sizes c = sizes_of(&compact), s = sizes_of(&states);
         cr_expect_eq(c.saved, 0);
@@ -110,23 +159,38 @@ Test(plan, saved_states_spare_backward_their_workspace) {
     }
 }
 
-/* A dense forward and step need nothing; a packed forward needs one aligned word. */
-Test(plan, forward_needs_next_to_nothing) {
+/* The hopper engine's backward reads nothing that is saved. */
+Test(plan, hopper_saves_nothing) {
+    for (int engine = GDELTA_ENGINE_AUTO; engine <= GDELTA_ENGINE_HOPPER; engine += GDELTA_ENGINE_HOPPER) {
+        gdelta_problem compact = dense(3, 640), states = compact;
+        compact.engine = states.engine = takes_hopper(&compact) ? engine : GDELTA_ENGINE_AUTO;
+        states.save_mode = GDELTA_SAVE_STATES;
+        sizes c = sizes_of(&compact), s = sizes_of(&states);
+        cr_expect_eq(s.saved == 0, takes_hopper_backward(&compact));
+        if (takes_hopper_backward(&compact)) cr_expect_eq(s.backward, c.backward);
+    }
+}
+
+/* A dense forward of the recurrent engine and a step need nothing; a packed forward needs one aligned word. */
+Test(plan, recurrent_forward_needs_next_to_nothing) {
     gdelta_problem step = dense(131072, 4), thd = packed(5, 100000);
+    thd.engine = GDELTA_ENGINE_RECURRENT;
     cr_expect_eq(sizes_of(&step).forward, 0);
     cr_expect_eq(sizes_of(&thd).forward, 256);
     gdelta_plan *plan = plan_of(&step);
-    size_t bytes = 7;
-    cr_expect_eq(gdelta_plan_workspace_size(plan, GDELTA_OPERATION_STEP, &bytes), GDELTA_OK);
-    cr_expect_eq(bytes, 0);
+    for (gdelta_operation operation = GDELTA_OPERATION_STEP; operation <= GDELTA_OPERATION_COMMIT; ++operation) {
+        size_t bytes = 7;
+        cr_expect_eq(gdelta_plan_workspace_size(plan, operation, &bytes), GDELTA_OK);
+        cr_expect_eq(bytes, 0);
+    }
     gdelta_plan_destroy(plan);
 }
 
 static void expect_growth(const gdelta_problem *smaller, const gdelta_problem *larger, const char *what,
                           int64_t value) {
     sizes a = sizes_of(smaller), b = sizes_of(larger);
-    cr_expect(a.forward <= b.forward && a.backward <= b.backward && a.saved <= b.saved, "%s %lld", what,
-              (long long)value);
+    bool saved = takes_hopper_backward(larger) ? b.saved == 0 : a.saved <= b.saved;
+    cr_expect(a.forward <= b.forward && a.backward <= b.backward && saved, "%s %lld", what, (long long)value);
 }
 
 Test(plan, sizes_never_shrink) {
@@ -181,10 +245,13 @@ Test(plan, describe_says_what_was_decided) {
             size_t length = describe(&p, line);
             cr_expect_eq(length, strlen(line));
             cr_expect_null(strchr(line, '\n'), "one line: '%s'", line);
-            snprintf(words, sizeof words, "recurrent: %s N=3 T=%d rows=300 heads=2/2/4 K=64 V=128 %s, sm_%d x 77",
-                     layouts[layout], layout == GDELTA_LAYOUT_THD ? 300 : 100, dtypes[layout], (int)capabilities[i]);
+            snprintf(words, sizeof words, "%s: %s N=3 T=%d rows=300 heads=2/2/4 K=64 V=128 %s, sm_%d x 77",
+                     takes_hopper(&p) ? "hopper" : "recurrent", layouts[layout],
+                     layout == GDELTA_LAYOUT_THD ? 300 : 100, dtypes[layout], (int)capabilities[i]);
             cr_expect_eq(strncmp(line, words, strlen(words)), 0, "'%s' is not '%s...'", line, words);
             sizes s = expected_sizes(&p);
+            snprintf(words, sizeof words, " backward (%s); ", takes_hopper_backward(&p) ? "hopper" : "recurrent");
+            cr_expect_not_null(strstr(line, words), "'%s' lacks '%s'", line, words);
             snprintf(words, sizeof words, "workspace %zu forward, %zu backward, saved %zu bytes", s.forward, s.backward,
                      s.saved);
             cr_expect_not_null(strstr(line, words), "'%s' lacks '%s'", line, words);
@@ -303,11 +370,14 @@ Test(supported, operations) {
     expect_refusal(&many, GDELTA_OPERATION_STEP, invalid, "tokens is 17; a step takes 1 to 16 tokens");
     expect_refusal(&none, GDELTA_OPERATION_STEP, invalid, "tokens is 0; a step takes 1 to 16 tokens");
     expect_refusal(&thd, GDELTA_OPERATION_STEP, unsupported, "layout is THD; a step takes dense layouts");
-    expect_refusal(&good, GDELTA_OPERATION_COMMIT, unsupported, "commit is not in this version");
+    expect_refusal(&many, GDELTA_OPERATION_COMMIT, invalid, "tokens is 17; a step takes 1 to 16 tokens");
+    expect_refusal(&thd, GDELTA_OPERATION_COMMIT, unsupported, "layout is THD; a step takes dense layouts");
     expect_refusal(&good, 4, invalid, "operation is 4; it must be 0 to 3");
     expect_refusal(&good, -1, invalid, "operation is -1; it must be 0 to 3");
     good.engine = GDELTA_ENGINE_HOPPER;
-    expect_refusal(&good, GDELTA_OPERATION_FORWARD, unsupported, "engine is hopper (2)");
+    expect_refusal(&good, GDELTA_OPERATION_STEP, unsupported, "engine is hopper (2); its step is not in this version");
+    expect_refusal(&good, GDELTA_OPERATION_COMMIT, unsupported,
+                   "engine is hopper (2); its commit is not in this version");
     good.engine = GDELTA_ENGINE_AUTO;
     good.dim_k = 257;
     expect_refusal(&good, GDELTA_OPERATION_FORWARD, unsupported, "dim_k, dim_v are 257, 128");
@@ -323,7 +393,7 @@ Test(supported, workspace_sizes_of_operations) {
     } refused[] = {
         {dense(2, 17), GDELTA_OPERATION_STEP, GDELTA_ERROR_INVALID_ARGUMENT, "tokens is 17;"},
         {packed(2, 32), GDELTA_OPERATION_STEP, GDELTA_ERROR_UNSUPPORTED, "layout is THD;"},
-        {dense(2, 16), GDELTA_OPERATION_COMMIT, GDELTA_ERROR_UNSUPPORTED, "commit is not in this version"},
+        {dense(2, 17), GDELTA_OPERATION_COMMIT, GDELTA_ERROR_INVALID_ARGUMENT, "tokens is 17;"},
         {dense(2, 16), 4, GDELTA_ERROR_INVALID_ARGUMENT, "operation is 4;"},
         {dense(2, 16), -1, GDELTA_ERROR_INVALID_ARGUMENT, "operation is -1;"},
     };
@@ -337,6 +407,121 @@ Test(supported, workspace_sizes_of_operations) {
         gdelta_plan_destroy(plan);
     }
 }
+
+/* ---- Engines ---- */
+
+/* Plan and gdelta_supported refuse it with the same sentence. */
+static void expect_no_hopper(gdelta_problem problem, const char *rest) {
+    char sentence[160];
+    const char *reason = NULL;
+    gdelta_plan *plan;
+    problem.engine = GDELTA_ENGINE_HOPPER;
+    snprintf(sentence, sizeof sentence, "engine is hopper (2), but %s", rest);
+    cr_expect_eq(gdelta_plan_create(&problem, &plan), GDELTA_ERROR_UNSUPPORTED, "%s", rest);
+    cr_expect_null(plan);
+    cr_expect_eq(strncmp(gdelta_last_error(), sentence, strlen(sentence)), 0, "'%s'", gdelta_last_error());
+    cr_expect_eq(gdelta_supported(&problem, GDELTA_OPERATION_FORWARD, problem.compute_capability, &reason),
+                 GDELTA_ERROR_UNSUPPORTED, "%s", rest);
+    cr_expect_eq(strncmp(reason, sentence, strlen(sentence)), 0, "'%s'", reason);
+}
+
+#ifdef GDELTA_HAVE_HOPPER
+
+Test(plan, hopper_says_what_it_lacks) {
+    gdelta_problem p = dense(2, 640);
+    p.compute_capability = 80;
+    expect_no_hopper(p, "compute_capability is 80; it must be 90");
+    p.compute_capability = 100;
+    expect_no_hopper(p, "compute_capability is 100; it must be 90");
+    p = dense(2, 640);
+    p.dtype = GDELTA_DTYPE_FP32;
+    expect_no_hopper(p, "dtype is fp32; it must be bf16 or fp16");
+    p = dense(2, 640);
+    p.dim_k = 96;
+    expect_no_hopper(p, "dim_k, dim_v are 96, 128; each must be one of 64 128");
+    p = dense(2, 640);
+    p.dim_v = 192;
+    expect_no_hopper(p, "dim_k, dim_v are 64, 192; each must be one of 64 128");
+    expect_no_hopper(dense(1 << 28, 64), "536870912 chunks of 4 heads need too many blocks");
+}
+
+/* By name for any number of tokens, none too, and any gate. A step has no size to ask for. */
+Test(plan, hopper_by_name_has_forward_and_backward) {
+    for (int64_t tokens = 0; tokens < 200; tokens += 13) {
+        for (int thd = 0; thd < 2; ++thd) {
+            gdelta_problem p = thd ? packed(3, tokens) : dense(3, tokens);
+            p.engine = GDELTA_ENGINE_HOPPER;
+            p.dtype = tokens % 2 ? GDELTA_DTYPE_FP16 : GDELTA_DTYPE_BF16;
+            p.gate = (gdelta_gate)(tokens / 13 % 3);
+            gdelta_plan *plan = plan_of(&p);
+            size_t bytes;
+            cr_expect_eq(gdelta_plan_workspace_size(plan, GDELTA_OPERATION_FORWARD, &bytes), GDELTA_OK);
+            cr_expect_eq(bytes, expected_sizes(&p).forward, "%d tokens: %zu", (int)tokens, bytes);
+            cr_expect_eq(gdelta_plan_workspace_size(plan, GDELTA_OPERATION_BACKWARD, &bytes), GDELTA_OK);
+            cr_expect_eq(bytes, expected_sizes(&p).backward, "%d tokens: %zu", (int)tokens, bytes);
+            cr_expect_eq(gdelta_supported(&p, GDELTA_OPERATION_FORWARD, 90, NULL), GDELTA_OK);
+            cr_expect_eq(gdelta_supported(&p, GDELTA_OPERATION_BACKWARD, 90, NULL), GDELTA_OK);
+            gdelta_plan_destroy(plan);
+        }
+    }
+}
+
+static void expect_engine(const gdelta_problem *problem, const char *engine) {
+    char line[kLine];
+    describe(problem, line);
+    cr_expect_eq(strncmp(line, engine, strlen(engine)), 0, "'%s' is not %s", line, engine);
+}
+
+/* A plan that AUTO makes leaves the last sentence alone, also where an engine did not fit. */
+Test(plan, auto_takes_the_fastest) {
+    gdelta_problem p = dense(2, -1);
+    gdelta_plan *plan;
+    cr_assert_eq(gdelta_plan_create(&p, &plan), GDELTA_ERROR_INVALID_ARGUMENT);
+    p = dense(2, 65);
+    expect_engine(&p, "hopper: ");
+    p.save_mode = GDELTA_SAVE_STATES;
+    expect_engine(&p, "hopper: ");
+    p.dtype = GDELTA_DTYPE_FP16;
+    expect_engine(&p, "hopper: ");
+    p.dtype = GDELTA_DTYPE_FP32;
+    expect_engine(&p, "recurrent: ");
+    p = dense(2, 65);
+    p.dim_k = 63;
+    expect_engine(&p, "recurrent: ");
+    p = dense(2, 65);
+    p.compute_capability = 100;
+    expect_engine(&p, "recurrent: ");
+    p = dense(2, 64);
+    expect_engine(&p, "recurrent: ");
+    p.flags = GDELTA_FLAG_BATCH_INVARIANT; /* pieces of a text run where the whole does */
+    expect_engine(&p, "hopper: ");
+    p = packed(3, 1000);
+    expect_engine(&p, "hopper: ");
+    p.tokens = 64;
+    expect_engine(&p, "recurrent: ");
+    cr_expect_eq(strncmp(gdelta_last_error(), "tokens is -1;", 13), 0, "'%s'", gdelta_last_error());
+}
+
+/* Two blocks a head while they fit side by side, but where batches may change nothing. */
+Test(plan, few_heads_are_split) {
+    char line[kLine];
+    for (int variant = 0; variant < 4; ++variant) {
+        gdelta_problem p = dense(variant == 1 ? 17 : 16, 640); /* 64 or 68 output heads on 132 multiprocessors */
+        if (variant == 2) p.dim_v = 64;
+        if (variant == 3) p.flags = GDELTA_FLAG_BATCH_INVARIANT;
+        describe(&p, line);
+        cr_expect_not_null(strstr(line, variant == 0 ? ", split_v 2, blocks 128 forward" : ", split_v 1, "), "'%s'",
+                           line);
+    }
+}
+
+#else
+
+Test(plan, no_hopper_without_sm_90a) {
+    expect_no_hopper(dense(2, 640), "this libgdelta was compiled without sm_90a");
+}
+
+#endif
 
 #ifdef GDELTA_HAVE_CUDA
 

@@ -46,7 +46,7 @@ static void *output(instance *x, role role, int64_t n, int64_t row, int64_t head
 Test(support, an_error_in_one_head_fails) {
     instance got, want;
     make(&got, &want);
-    uint32_t outputs = ROLE(kO) | ROLE(kFinal);
+    role_set outputs = ROLE(kO) | ROLE(kFinal);
     cr_expect(compare_instances(&got, &want, outputs, recurrent));
     float *element = output(&got, kO, 2, 8, 3, 4), right = *element;
     *element = right * (1 + 1e-3f) + 1e-4f;
@@ -92,7 +92,7 @@ Test(support, one_bit_is_seen) {
 Test(support, a_stray_write_is_seen) {
     instance got, want;
     make(&got, &want);
-    uint32_t outputs = ROLE(kO) | ROLE(kFinal);
+    role_set outputs = ROLE(kO) | ROLE(kFinal);
     cr_expect(instance_untouched(&got, outputs));
     const size_t strays[] = {
         0,

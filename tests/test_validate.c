@@ -22,14 +22,17 @@ typedef enum base {
     kPackedProblem, /* plan_create, THD */
     kForward,
     kPacked, /* forward, THD of 128 rows, 2 sequences of at most 80 */
-    kPooled, /* forward, states in a pool of 5 slots */
+    kPooled, /* forward, states in pools of 5 slots, and a checkpoint of each sequence in another */
     kBackward,
     kFused, /* backward, softplus gate */
     kStep,  /* 4 tokens */
-    kCommit
+    kDraft, /* step, all that a draft can leave, and a tree; token states in a pool of 9 slots */
+    kCommit /* of that draft */
 } base;
 
-enum { kTensorBytes = 1 << 16, kTensors = 32, kArenaBytes = kTensorBytes * kTensors, kPattern = 0x5a };
+enum { kTensorBytes = 1 << 16, kTensors = 48, kArenaBytes = kTensorBytes * kTensors, kPattern = 0x5a };
+
+enum { kCuSeqlens, kInitialSlots, kFinalSlots, kCheckpointSlots, kTokenSlots, kParents, kAccepted, kTables };
 
 typedef struct call {
     base from;
@@ -43,9 +46,10 @@ typedef struct call {
     gdelta_commit_args commit;
     void *workspace;
     size_t missing_bytes; /* of the workspace */
-    /* Contents of cu_seqlens and of the slots, which the tables get in their own width. */
-    int64_t cu_seqlens[3], initial_slots[2], final_slots[2];
-    int64_t tables[3][4];
+    /* Contents of the tables, which get them in their own width. */
+    int64_t cu_seqlens[3], initial_slots[2], final_slots[2], checkpoint_slots[2], token_slots[8], parents[8],
+        accepted[2];
+    int64_t tables[kTables][8];
 } call;
 
 static void *next(call *c) {
@@ -70,9 +74,13 @@ static void write_table(int64_t *table, const int64_t *contents, int count, bool
 }
 
 static void write_tables(call *c, bool wide) {
-    write_table(c->tables[0], c->cu_seqlens, 3, wide);
-    write_table(c->tables[1], c->initial_slots, 2, wide);
-    write_table(c->tables[2], c->final_slots, 2, wide);
+    write_table(c->tables[kCuSeqlens], c->cu_seqlens, 3, wide);
+    write_table(c->tables[kInitialSlots], c->initial_slots, 2, wide);
+    write_table(c->tables[kFinalSlots], c->final_slots, 2, wide);
+    write_table(c->tables[kCheckpointSlots], c->checkpoint_slots, 2, wide);
+    write_table(c->tables[kTokenSlots], c->token_slots, 8, wide);
+    write_table(c->tables[kParents], c->parents, 8, wide);
+    write_table(c->tables[kAccepted], c->accepted, 2, wide);
 }
 
 /* `memory`: host memory of kArenaBytes, or an address for device pointers. */
@@ -83,7 +91,7 @@ static void make_call(call *c, base from, bool host, bool wide, char *memory) {
                 .memory = memory,
                 .problem = {.struct_size = sizeof c->problem,
                             .batch = 2,
-                            .tokens = from == kStep ? 4 : 64,
+                            .tokens = from == kStep || from == kDraft || from == kCommit ? 4 : 64,
                             .heads_q = 2,
                             .heads_k = 2,
                             .heads_v = 4,
@@ -93,7 +101,11 @@ static void make_call(call *c, base from, bool host, bool wide, char *memory) {
                             .multiprocessors = 132},
                 .cu_seqlens = {0, 60, 128},
                 .initial_slots = {1, -1},
-                .final_slots = {4, 0}};
+                .final_slots = {4, 0},
+                .checkpoint_slots = {2, -1},
+                .token_slots = {8, 7, 6, -1, 4, 3, 2, 1},
+                .parents = {-1, 0, 0, 2, -1, -1, 1, 0},
+                .accepted = {3, 0}};
     gdelta_problem *p = &c->problem;
     c->workspace = next(c);
 
@@ -107,12 +119,16 @@ static void make_call(call *c, base from, bool host, bool wide, char *memory) {
         p->sequences = 2;
         p->total_tokens = 128;
         p->tokens = 80;
-        set_index(c, &f->cu_seqlens, 0, wide);
+        set_index(c, &f->cu_seqlens, kCuSeqlens, wide);
     }
     if (from == kPooled) {
         f->initial_state.slot_count = f->final_state.slot_count = 5;
-        set_index(c, &f->initial_state.slots, 1, wide);
-        set_index(c, &f->final_state.slots, 2, wide);
+        set_index(c, &f->initial_state.slots, kInitialSlots, wide);
+        set_index(c, &f->final_state.slots, kFinalSlots, wide);
+        f->checkpoints.data = next(c);
+        f->checkpoints.slot_count = 5;
+        f->checkpoint_interval = 64;
+        set_index(c, &f->checkpoints.slots, kCheckpointSlots, wide);
     }
 
     gdelta_backward_args *b = &c->backward;
@@ -140,7 +156,18 @@ static void make_call(call *c, base from, bool host, bool wide, char *memory) {
                             .beta = f->beta,
                             .o = f->o,
                             .state = f->initial_state};
-    c->commit.struct_size = sizeof c->commit;
+    const gdelta_record record = {.k.data = next(c), .u.data = next(c), .decay.data = next(c)};
+    if (from == kDraft) {
+        s->flags = GDELTA_STEP_KEEP_STATE;
+        s->token_states.data = next(c);
+        s->token_states.slot_count = 9;
+        set_index(c, &s->token_states.slots, kTokenSlots, wide);
+        s->record = record;
+        set_index(c, &s->parents, kParents, wide);
+    }
+    c->commit = (gdelta_commit_args){.struct_size = sizeof c->commit, .record = record, .state = s->state};
+    set_index(c, &c->commit.accepted, kAccepted, wide);
+    set_index(c, &c->commit.parents, kParents, wide);
 }
 
 static char *fake_memory(void) {
@@ -153,7 +180,10 @@ static gdelta_status run_reference(const call *c) {
         case kFused:
             return gdelta_reference_backward(&c->problem, &c->backward);
         case kStep:
+        case kDraft:
             return gdelta_reference_step(&c->problem, &c->step);
+        case kCommit:
+            return gdelta_reference_commit(&c->problem, &c->commit);
         default:
             return gdelta_reference_forward(&c->problem, &c->forward);
     }
@@ -161,13 +191,13 @@ static gdelta_status run_reference(const call *c) {
 
 static gdelta_status run_plan(const call *c, const gdelta_plan *plan) {
     bool backward = c->from == kBackward || c->from == kFused;
-    size_t bytes;
-    cr_assert_eq(
-        gdelta_plan_workspace_size(plan, backward ? GDELTA_OPERATION_BACKWARD : GDELTA_OPERATION_FORWARD, &bytes),
-        GDELTA_OK);
+    size_t bytes = 0;
+    gdelta_status status =
+        gdelta_plan_workspace_size(plan, backward ? GDELTA_OPERATION_BACKWARD : GDELTA_OPERATION_FORWARD, &bytes);
+    cr_assert(status == GDELTA_OK || c->problem.engine == GDELTA_ENGINE_HOPPER); /* which has no step to size */
     bytes -= c->missing_bytes;
     if (backward) return gdelta_backward(plan, &c->backward, c->workspace, bytes, NULL);
-    if (c->from == kStep) return gdelta_step(plan, &c->step, c->workspace, bytes, NULL);
+    if (c->from == kStep || c->from == kDraft) return gdelta_step(plan, &c->step, c->workspace, bytes, NULL);
     if (c->from == kCommit) return gdelta_commit(plan, &c->commit, c->workspace, bytes, NULL);
     return gdelta_forward(plan, &c->forward, c->workspace, bytes, NULL);
 }
@@ -204,6 +234,11 @@ typedef struct change {
     { kCopy, #field " = " #from, FIELD(field), offsetof(call, from), 0 }
 #define STRIDES(field, s0, s1, s2, s3) \
     SET(field.stride[0], s0), SET(field.stride[1], s1), SET(field.stride[2], s2), SET(field.stride[3], s3)
+
+#define NO_TABLE(field) SET(field.data, 0), SET(field.host, 0)
+
+/* A call of 64 x 64 for the hopper engine by name. */
+#define HOPPER SET(problem.engine, 2), SET(problem.dim_k, 64), SET(problem.dim_v, 64)
 
 typedef enum place { kBoth, kDeviceOnly, kHostOnly } place;
 
@@ -295,30 +330,39 @@ enum {
         ROW(kBoth, from, kInvalid, WORDS(#field ".data is ", "aligned to its int"), ADD(args.field.data, 2)),          \
         ROW(kDeviceOnly, from, kInvalid, WORDS(#field ".host is ", "aligned to its int"), ADD(args.field.host, 2))
 
-#define SLOTS_ROWS(state, contents)                                                                             \
-    INDEX_ROWS(kPooled, forward, state.slots),                                                                  \
-        ROW(kBoth, kPooled, kInvalid, WORDS(#state ".slots[1] is -2", "-1 (skip) to 4"), SET(contents[1], -2)), \
-        ROW(kBoth, kPooled, kInvalid, WORDS(#state ".slots[0] is 5", "-1 (skip) to 4"), SET(contents[0], 5)),   \
-        ROW(kBoth, kPooled, kInvalid, WORDS(#state ".slot_count is 0", "1 to 2^62"),                            \
-            SET(forward.state.slot_count, 0)),                                                                  \
-        ROW(kBoth, kPooled, kInvalid, WORDS(#state ".slot_count is -1", "1 to 2^62"),                           \
-            SET(forward.state.slot_count, -1)),                                                                 \
-        ROW(kBoth, kPooled, kInvalid, WORDS(#state ".slot_count is 9223372036854775807"),                       \
-            SET(forward.state.slot_count, INT64_MAX)),                                                          \
-        ROW(kBoth, kForward, kInvalid, WORDS(#state ".slot_count is 3", "there are no slots"),                  \
-            SET(forward.state.slot_count, 3)),                                                                  \
-        ROW(kBoth, kPooled, kInvalid, WORDS(#state ".slots is given but " #state ".data is NULL"),              \
-            SET(forward.state.data, 0)),                                                                        \
-        ROW(kBoth, kForward, kInvalid, WORDS(#state ".slots is given but " #state ".data is NULL"),             \
-            SET(forward.state.data, 0), COPY(forward.state.slots.host, forward.q.data))
+#define SLOTS_ROWS(from, args, state, contents, last, beyond)                                                       \
+    INDEX_ROWS(from, args, state.slots),                                                                            \
+        ROW(kBoth, from, kInvalid, WORDS(#state ".slots[1] is -2", "-1 (skip) to " #last), SET(contents[1], -2)),   \
+        ROW(kBoth, from, kInvalid, WORDS(#state ".slots[0] is " #beyond, "-1 (skip) to " #last),                    \
+            SET(contents[0], beyond)),                                                                              \
+        ROW(kBoth, from, kInvalid, WORDS(#state ".slot_count is 0", "1 to 2^62"), SET(args.state.slot_count, 0)),   \
+        ROW(kBoth, from, kInvalid, WORDS(#state ".slot_count is -1", "1 to 2^62"), SET(args.state.slot_count, -1)), \
+        ROW(kBoth, from, kInvalid, WORDS(#state ".slot_count is 9223372036854775807"),                              \
+            SET(args.state.slot_count, INT64_MAX)),                                                                 \
+        ROW(kBoth, from, kInvalid, WORDS(#state ".slot_count is 3", "there are no slots"),                          \
+            SET(args.state.slot_count, 3), NO_TABLE(args.state.slots)),                                             \
+        ROW(kBoth, from, kInvalid, WORDS(#state ".slots is given but " #state ".data is NULL"),                     \
+            SET(args.state.data, 0)),                                                                               \
+        ROW(kBoth, from, kInvalid, WORDS(#state ".slots is given but " #state ".data is NULL"),                     \
+            SET(args.state.data, 0), SET(args.state.slots.data, 0), COPY(args.state.slots.host, args.q.data))
+
+/* A state that is not where it may be: in the pool of another, but without slots, or with other strides or types. */
+#define SHARED_POOL_ROWS(from, args, field, other)                                                            \
+    ROW(kBoth, from, kInvalid, WORDS(#field ".data is also the initial or final state's", "both need slots"), \
+        COPY(args.field.data, args.other.data), NO_TABLE(args.field.slots), SET(args.field.slot_count, 0)),   \
+        ROW(kBoth, from, kInvalid, WORDS(#field ".data is also the initial or final state's", "same dtype"),  \
+            COPY(args.field.data, args.other.data), SET(args.field.dtype, 1)),                                \
+        ROW(kBoth, from, kInvalid, WORDS(#field ".data is also the initial or final state's", "strides"),     \
+            COPY(args.field.data, args.other.data), STRIDES(args.field, 256, 32, 4, 1))
+
+#define PARENT_ROW(from, at, parent, token)                                                             \
+    ROW(kBoth, from, kInvalid, WORDS("parents[" #at "] is " #parent ";", "for token " #token, "or -1"), \
+        SET(parents[at], parent))
 
 /* An output that is also another tensor. */
 #define ALIAS_ROW(from, args, field, other)                                             \
     ROW(kBoth, from, kInvalid, WORDS(#field ".data is ", "also ", "memory of its own"), \
         COPY(args.field.data, args.other.data))
-
-#define LATER_ROW(field, name) \
-    ROW(kBoth, kStep, kUnsupported, WORDS(name ".data is ", "not in this version"), COPY(step.field, step.q.data))
 
 static const row rows[] = {
     /* Problem */
@@ -396,8 +440,37 @@ static const row rows[] = {
         REAL(problem.l2norm_eps, 0.25)),
     RANGE_ROWS(kProblem, compute_capability, -1, 1000, "10 * major + minor"),
     RANGE_ROWS(kProblem, multiprocessors, -1, 65537, "0 to 65536"),
-    ROW(kDeviceOnly, kProblem, kUnsupported, WORDS("engine is hopper (2)", "not in this version"),
+#ifdef GDELTA_HAVE_HOPPER
+    ROW(kDeviceOnly, kProblem, kUnsupported, WORDS("engine is hopper (2), but dim_k, dim_v are 8, 4", "64 128"),
         SET(problem.engine, 2)),
+    ROW(kDeviceOnly, kProblem, kUnsupported, WORDS("engine is hopper (2), but dtype is fp32", "bf16 or fp16"),
+        SET(problem.engine, 2), SET(problem.dtype, 3)),
+    ROW(kDeviceOnly, kForward, kUnsupported, WORDS("engine is hopper (2), but q.stride[1] is 260", "multiple of 8"),
+        HOPPER, STRIDES(forward.q, 16640, 260, 64, 1)),
+    ROW(kDeviceOnly, kForward, kUnsupported, WORDS("engine is hopper (2), but k.stride[2] is 68", "multiple of 8"),
+        HOPPER, STRIDES(forward.k, 16640, 256, 68, 1)),
+    ROW(kDeviceOnly, kForward, kUnsupported, WORDS("engine is hopper (2), but v.stride[0] is 16644", "multiple of 8"),
+        HOPPER, STRIDES(forward.v, 16644, 256, 64, 1)),
+    ROW(kDeviceOnly, kForward, kUnsupported, WORDS("engine is hopper (2), but v.stride[0] is 549755813888", "2^39"),
+        HOPPER, STRIDES(forward.v, INT64_C(1) << 39, 256, 64, 1)),
+    ROW(kDeviceOnly, kForward, kUnsupported, WORDS("engine is hopper (2), but q.data is 0x", "aligned to 16 bytes"),
+        HOPPER, ADD(forward.q.data, 8)),
+    ROW(kDeviceOnly, kBackward, kUnsupported, WORDS("engine is hopper (2), but q.stride[1] is 260", "multiple of 8"),
+        HOPPER, STRIDES(backward.q, 16640, 260, 64, 1)),
+    ROW(kDeviceOnly, kBackward, kUnsupported, WORDS("engine is hopper (2), but d_o.data is 0x", "aligned to 16 bytes"),
+        HOPPER, ADD(backward.d_o.data, 8)),
+    ROW(kDeviceOnly, kBackward, kUnsupported, WORDS("engine is hopper (2), but d_o.dtype is fp32", "bf16 and fp16"),
+        HOPPER, SET(backward.d_o.dtype, 3)),
+    ROW(kDeviceOnly, kBackward, kUnsupported, WORDS("engine is hopper (2), but dg.data is 0x", "gate is linear (1)"),
+        HOPPER, SET(problem.gate, 1)),
+    ROW(kDeviceOnly, kStep, kUnsupported, WORDS("engine is hopper (2)", "step is not in this version"), HOPPER),
+    ROW(kDeviceOnly, kCommit, kUnsupported, WORDS("engine is hopper (2)", "commit is not in this version"), HOPPER),
+    ROW(kDeviceOnly, kPooled, kUnsupported, WORDS("engine is hopper (2), but checkpoints.data is 0x", "recurrent"),
+        HOPPER),
+#else
+    ROW(kDeviceOnly, kProblem, kUnsupported, WORDS("engine is hopper (2), but", "compiled without sm_90a"),
+        SET(problem.engine, 2)),
+#endif
     ROW(kDeviceOnly, kProblem, kUnsupported, WORDS("dim_k, dim_v are 257, 4", "at most 256"), SET(problem.dim_k, 257)),
     ROW(kDeviceOnly, kProblem, kUnsupported, WORDS("dim_k, dim_v are 8, 257", "at most 256"), SET(problem.dim_v, 257)),
     ROW(kDeviceOnly, kProblem, kUnsupported, WORDS("536870912 sequences of 4 heads need 2147483648 blocks", "2^31 - 1"),
@@ -407,14 +480,6 @@ static const row rows[] = {
     ROW(kBoth, kForward, kInvalid, WORDS("args.struct_size is 8", "gdelta_forward_args has"),
         SET(forward.struct_size, 8)),
     ROW(kBoth, kForward, kInvalid, WORDS("args.reserved is 1", "must be 0"), SET(forward.reserved, 1)),
-    ROW(kBoth, kForward, kUnsupported, WORDS("checkpoints.data is ", "not in this version"),
-        COPY(forward.checkpoints.data, forward.q.data)),
-    ROW(kBoth, kForward, kUnsupported,
-        WORDS("checkpoints.data is ", "checkpoint_interval is 64", "not in this version"),
-        SET(forward.checkpoint_interval, 64)),
-    ROW(kBoth, kForward, kUnsupported,
-        WORDS("checkpoints.data is ", "checkpoints.slots.data is 0x1000", "not in this version"),
-        SET(forward.checkpoints.slots.data, 4096)),
     ROW(kBoth, kForward, kInvalid, WORDS("q.data is NULL", "needed"), SET(forward.q.data, 0)),
     ROW(kBoth, kForward, kInvalid, WORDS("k.data is NULL", "needed"), SET(forward.k.data, 0)),
     ROW(kBoth, kForward, kInvalid, WORDS("v.data is NULL", "needed"), SET(forward.v.data, 0)),
@@ -478,8 +543,23 @@ static const row rows[] = {
     SHARED_ADDRESSES_ROW(kForward, forward, final_state, 128, 31, 4),
     ROW(kBoth, kForward, kInvalid, WORDS("has_initial_state is given but initial_state.data is NULL"),
         SET(forward.initial_state.data, 0), SET(forward.has_initial_state, 4096)),
-    SLOTS_ROWS(initial_state, initial_slots),
-    SLOTS_ROWS(final_state, final_slots),
+    SLOTS_ROWS(kPooled, forward, initial_state, initial_slots, 4, 5),
+    SLOTS_ROWS(kPooled, forward, final_state, final_slots, 4, 5),
+    STATE_ROWS(kPooled, forward, checkpoints),
+    SLOTS_ROWS(kPooled, forward, checkpoints, checkpoint_slots, 4, 5),
+    SHARED_ADDRESSES_ROW(kPooled, forward, checkpoints, 32, 32, 4),
+    ALIAS_ROW(kPooled, forward, checkpoints, o),
+    ALIAS_ROW(kPooled, forward, checkpoints, v),
+    SHARED_POOL_ROWS(kPooled, forward, checkpoints, initial_state),
+    SHARED_POOL_ROWS(kPooled, forward, checkpoints, final_state),
+    ROW(kBoth, kForward, kInvalid, WORDS("checkpoint_interval is 64 but checkpoints.data is NULL", "must be 0"),
+        SET(forward.checkpoint_interval, 64)),
+    ROW(kBoth, kPooled, kInvalid, WORDS("checkpoint_interval is 0;", "positive multiple of 64"),
+        SET(forward.checkpoint_interval, 0)),
+    ROW(kBoth, kPooled, kInvalid, WORDS("checkpoint_interval is -64;", "positive multiple of 64"),
+        SET(forward.checkpoint_interval, -64)),
+    ROW(kBoth, kPooled, kInvalid, WORDS("checkpoint_interval is 96;", "positive multiple of 64"),
+        SET(forward.checkpoint_interval, 96)),
     INDEX_ROWS(kPacked, forward, cu_seqlens),
     ROW(kBoth, kPacked, kInvalid, WORDS("cu_seqlens.data is NULL", "THD needs cu_seqlens"),
         SET(forward.cu_seqlens.data, 0), SET(forward.cu_seqlens.host, 0)),
@@ -507,7 +587,7 @@ static const row rows[] = {
     ROW(kBoth, kForward, kInvalid, WORDS("final_state.data is the initial state's", "dtype and strides"),
         STRIDES(forward.final_state, 512, 64, 4, 1), STRIDES(forward.initial_state, 512, 32, 4, 1),
         COPY(forward.final_state.data, forward.initial_state.data)),
-    ROW(kBoth, kForward, kInvalid, WORDS("o.data and final_state.data are NULL", "nothing to write"),
+    ROW(kBoth, kForward, kInvalid, WORDS("o.data, final_state.data and checkpoints.data are NULL", "nothing to write"),
         SET(forward.o.data, 0), SET(forward.final_state.data, 0)),
     ROW(kBoth, kForward, kInvalid, WORDS("saved_bytes is 9 but saved is NULL"), SET(forward.saved_bytes, 9)),
     ROW(kHostOnly, kForward, kInvalid, WORDS("saved is 0x1000", "the CPU reference saves nothing"),
@@ -594,12 +674,6 @@ static const row rows[] = {
     ROW(kBoth, kStep, kUnsupported, WORDS("layout is THD", "a step takes dense layouts"), SET(problem.layout, 3),
         SET(problem.batch, 0), SET(problem.sequences, 2), SET(problem.total_tokens, 8)),
     ROW(kBoth, kStep, kInvalid, WORDS("args.flags is 0x2", "only GDELTA_STEP_KEEP_STATE"), SET(step.flags, 2)),
-    LATER_ROW(token_states.data, "token_states"),
-    LATER_ROW(token_states.slots.data, "token_states.slots"),
-    LATER_ROW(record.k.data, "record.k"),
-    LATER_ROW(record.u.data, "record.u"),
-    LATER_ROW(record.decay.data, "record.decay"),
-    LATER_ROW(parents.data, "parents"),
     ROW(kBoth, kStep, kInvalid, WORDS("q.data is NULL", "needed"), SET(step.q.data, 0)),
     ROW(kBoth, kStep, kInvalid, WORDS("o.dtype is 2 (fp16)", "must be bf16 or fp32"), SET(step.o.dtype, 2)),
     ROW(kBoth, kStep, kInvalid, WORDS("output_state.data is 0x100000 but", "GDELTA_STEP_KEEP_STATE"),
@@ -614,6 +688,9 @@ static const row rows[] = {
     ALIAS_ROW(kStep, step, output_state, o),
     ALIAS_ROW(kStep, step, output_state, q),
     ALIAS_ROW(kStep, step, o, state),
+    ALIAS_ROW(kStep, step, state, beta),
+    ROW(kBoth, kForward, kInvalid, WORDS("final_state.data is ", "also beta.data", "memory of its own"),
+        COPY(forward.initial_state.data, forward.beta.data), COPY(forward.final_state.data, forward.beta.data)),
     ROW(kBoth, kStep, kInvalid, WORDS("output_state.data is the initial state's", "dtype and strides"),
         STRIDES(step.output_state, 256, 32, 4, 1), COPY(step.output_state.data, step.state.data)),
     ROW(kBoth, kStep, kInvalid, WORDS("output_state.reserved is 4", "must be 0"), SET(step.output_state.reserved, 4),
@@ -621,9 +698,68 @@ static const row rows[] = {
     ROW(kBoth, kStep, kInvalid, WORDS("output_state.slot_count is 2", "no slots"), SET(step.output_state.slot_count, 2),
         SET(step.output_state.data, 0x100000)),
     ROW(kDeviceOnly, kStep, kInvalid, WORDS("workspace is ", "aligned to 256 bytes"), ADD(workspace, 128)),
-    ROW(kDeviceOnly, kCommit, kInvalid, WORDS("args.struct_size is 1", "gdelta_commit_args has"),
-        SET(commit.struct_size, 1)),
-    ROW(kDeviceOnly, kCommit, kUnsupported, WORDS("commit is not in this version"), SET(commit.flags, 0)),
+
+    /* Drafts */
+    STATE_ROWS(kDraft, step, token_states),
+    SLOTS_ROWS(kDraft, step, token_states, token_slots, 8, 9),
+    SHARED_ADDRESSES_ROW(kDraft, step, token_states, 32, 32, 4),
+    ALIAS_ROW(kDraft, step, token_states, o),
+    ALIAS_ROW(kDraft, step, token_states, k),
+    SHARED_POOL_ROWS(kDraft, step, token_states, state),
+    TENSOR_ROWS(kDraft, step, record.k, 1, "bf16", "fp32"),
+    TENSOR_ROWS(kDraft, step, record.u, 1, "bf16", "fp32"),
+    TENSOR_ROWS(kDraft, step, record.decay, 1, "bf16", "fp32"),
+    SHARED_ADDRESSES_ROW(kDraft, step, record.k, 64, 16, 4),
+    SHARED_ADDRESSES_ROW(kDraft, step, record.u, 64, 16, 2),
+    SHARED_ADDRESSES_ROW(kDraft, step, record.decay, 16, 1, 1),
+    ALIAS_ROW(kDraft, step, record.k, k),
+    ALIAS_ROW(kDraft, step, record.u, o),
+    ALIAS_ROW(kDraft, step, record.decay, record.u),
+    ROW(kBoth, kDraft, kInvalid, WORDS("record.k.data is NULL", "k, u and decay"), SET(step.record.k.data, 0)),
+    ROW(kBoth, kDraft, kInvalid, WORDS("record.u.data is NULL", "k, u and decay"), SET(step.record.u.data, 0)),
+    ROW(kBoth, kDraft, kInvalid, WORDS("record.decay.data is NULL", "k, u and decay"), SET(step.record.decay.data, 0)),
+    INDEX_ROWS(kDraft, step, parents),
+    PARENT_ROW(kDraft, 0, 0, 0),
+    PARENT_ROW(kDraft, 0, -2, 0),
+    PARENT_ROW(kDraft, 5, 1, 1),
+    PARENT_ROW(kDraft, 7, 3, 3),
+    ROW(kBoth, kDraft, kInvalid, WORDS("parents.data is 0x", "lacks GDELTA_STEP_KEEP_STATE"), SET(step.flags, 0)),
+
+    /* Commit */
+    ROW(kBoth, kCommit, kInvalid, WORDS("args.struct_size is 1", "gdelta_commit_args has"), SET(commit.struct_size, 1)),
+    ROW(kBoth, kCommit, kInvalid, WORDS("tokens is 0", "a step takes 1 to 16 tokens"), SET(problem.tokens, 0)),
+    ROW(kBoth, kCommit, kInvalid, WORDS("tokens is 17", "a step takes 1 to 16 tokens"), SET(problem.tokens, 17)),
+    ROW(kBoth, kCommit, kUnsupported, WORDS("layout is THD", "a step takes dense layouts"), SET(problem.layout, 3),
+        SET(problem.batch, 0), SET(problem.sequences, 2), SET(problem.total_tokens, 8)),
+    ROW(kBoth, kCommit, kInvalid, WORDS("args.flags is 0x1", "must be 0"), SET(commit.flags, 1)),
+    TENSOR_ROWS(kCommit, commit, record.k, 1, "bf16", "fp32"),
+    TENSOR_ROWS(kCommit, commit, record.u, 1, "bf16", "fp32"),
+    TENSOR_ROWS(kCommit, commit, record.decay, 1, "bf16", "fp32"),
+    ROW(kBoth, kCommit, kInvalid, WORDS("record.k.data is NULL", "k, u and decay"), SET(commit.record.k.data, 0),
+        SET(commit.record.u.data, 0), SET(commit.record.decay.data, 0)),
+    ROW(kBoth, kCommit, kInvalid, WORDS("record.decay.data is NULL", "k, u and decay"),
+        SET(commit.record.decay.data, 0)),
+    ROW(kBoth, kCommit, kInvalid, WORDS("accepted.data is NULL", "needs the counts"), NO_TABLE(commit.accepted)),
+    INDEX_ROWS(kCommit, commit, accepted),
+    ROW(kBoth, kCommit, kInvalid, WORDS("accepted[0] is -1;", "must be 0 to 4"), SET(accepted[0], -1)),
+    ROW(kBoth, kCommit, kInvalid, WORDS("accepted[1] is 5;", "must be 0 to 4"), SET(accepted[1], 5)),
+    INDEX_ROWS(kCommit, commit, parents),
+    PARENT_ROW(kCommit, 4, 0, 0),
+    PARENT_ROW(kCommit, 6, 2, 2),
+    STATE_ROWS(kCommit, commit, state),
+    SHARED_ADDRESSES_ROW(kCommit, commit, state, 32, 32, 4),
+    ROW(kBoth, kCommit, kInvalid, WORDS("state.data is NULL", "a commit needs a state"), SET(commit.state.data, 0)),
+    ROW(kBoth, kCommit, kInvalid, WORDS("has_initial_state is given but state.data is NULL"), SET(commit.state.data, 0),
+        SET(commit.has_initial_state, 4096)),
+    ROW(kBoth, kCommit, kInvalid, WORDS("device_status is 0x1004", "aligned to 8 bytes"),
+        SET(commit.device_status, 0x1004)),
+    ALIAS_ROW(kCommit, commit, output_state, record.u),
+    ALIAS_ROW(kCommit, commit, state, record.k),
+    ROW(kBoth, kCommit, kInvalid, WORDS("output_state.data is the initial state's", "dtype and strides"),
+        STRIDES(commit.output_state, 256, 32, 4, 1), COPY(commit.output_state.data, commit.state.data)),
+    ROW(kBoth, kCommit, kInvalid, WORDS("output_state.slot_count is 2", "no slots"),
+        SET(commit.output_state.slot_count, 2), SET(commit.output_state.data, 0x100000)),
+    ROW(kDeviceOnly, kCommit, kInvalid, WORDS("workspace is ", "aligned to 256 bytes"), ADD(workspace, 128)),
 };
 
 enum { kRows = sizeof rows / sizeof *rows };
@@ -726,7 +862,7 @@ Test(validate, every_row) {
     for (const row *r = rows; r < rows + kRows; ++r) {
         for (int host = 0; host < 2; ++host) {
             if (r->place == (host ? kDeviceOnly : kHostOnly)) continue;
-            bool tables = r->from == kPacked || r->from == kPooled;
+            bool tables = r->from == kPacked || r->from == kPooled || r->from >= kDraft;
             for (int wide = 0; wide <= tables; ++wide) check_row(r, host, wide, memory);
         }
     }
@@ -737,7 +873,7 @@ Test(validate, every_row) {
 Test(validate, unbroken_calls_pass) {
     static call c;
     char *memory = new_memory(0);
-    for (int from = kProblem; from < kCommit; ++from) {
+    for (int from = kProblem; from <= kCommit; ++from) {
         for (int wide = 0; wide < 2; ++wide) {
             make_call(&c, (base)from, true, wide, memory);
             write_tables(&c, wide);
@@ -767,10 +903,19 @@ Test(validate, edges_pass) {
         {.from = kPacked, .changes = {SET(cu_seqlens[1], 0), SET(cu_seqlens[2], 80)}},
         {.from = kPacked, .changes = {SET(problem.tokens, 0), SET(cu_seqlens[1], 128)}},
         {.from = kPooled, .changes = {SET(initial_slots[0], -1), SET(final_slots[1], -1)}},
+        {.from = kPooled, .changes = {COPY(forward.checkpoints.data, forward.final_state.data)}},
+        {.from = kPooled, .changes = {SET(forward.o.data, 0), SET(forward.checkpoint_interval, 128)}},
+        {.from = kPooled, .changes = {SET(problem.tokens, 0), SET(checkpoint_slots[0], 77)}},
         {.from = kFused, .changes = {SET(backward.flags, 1)}},
         {.from = kFused, .changes = {SET(backward.dt_bias.data, 0), SET(backward.ddt_bias.data, 0)}},
         {.from = kStep, .changes = {SET(problem.tokens, 16), SET(step.flags, 1)}},
         {.from = kStep, .changes = {SET(step.o.data, 0), SET(problem.tokens, 1)}},
+        {.from = kDraft,
+         .changes = {SET(step.o.data, 0), SET(step.token_states.data, 0), NO_TABLE(step.token_states.slots)}},
+        {.from = kDraft, .changes = {SET(step.flags, 0), NO_TABLE(step.parents)}},
+        {.from = kCommit, .changes = {SET(accepted[0], 0), SET(accepted[1], 4)}},
+        {.from = kCommit, .changes = {NO_TABLE(commit.parents)}},
+        {.from = kCommit, .changes = {COPY(commit.output_state.data, commit.state.data)}},
     };
     static call c;
     char *memory = new_memory(0);
@@ -808,9 +953,11 @@ Test(validate, null_structs) {
     expect_failure(gdelta_reference_forward(NULL, &c.forward), "problem is NULL");
     expect_failure(gdelta_reference_backward(NULL, &c.backward), "problem is NULL");
     expect_failure(gdelta_reference_step(NULL, &c.step), "problem is NULL");
+    expect_failure(gdelta_reference_commit(NULL, &c.commit), "problem is NULL");
     expect_failure(gdelta_reference_forward(&c.problem, NULL), "args is NULL");
     expect_failure(gdelta_reference_backward(&c.problem, NULL), "args is NULL");
     expect_failure(gdelta_reference_step(&c.problem, NULL), "args is NULL");
+    expect_failure(gdelta_reference_commit(&c.problem, NULL), "args is NULL");
 
     cr_assert_eq(gdelta_plan_create(&c.problem, &plan), GDELTA_OK);
     expect_failure(gdelta_forward(plan, NULL, c.workspace, 0, NULL), "args is NULL");
@@ -830,7 +977,7 @@ Test(validate, null_structs) {
 
 /* A plan for another GPU than the stream's is refused before anything is launched. */
 Test(validate, plan_of_another_gpu) {
-    gpu_require("plan_of_another_gpu");
+    gpu_require("plan_of_another_gpu", 0);
     static call c;
     make_call(&c, kForward, false, false, fake_memory());
     c.problem.compute_capability = 11;
@@ -939,8 +1086,14 @@ Test(sentences, device_words) {
          "entry 4294967295 of the initial state's slots is outside -1..slot_count-1"},
         {device_word(GDELTA_DEVICE_FINAL_SLOT_RANGE, 7),
          "entry 7 of the final state's slots is outside -1..slot_count-1"},
+        {device_word(GDELTA_DEVICE_CHECKPOINT_SLOT_RANGE, 1),
+         "entry 1 of the checkpoints' slots is outside -1..slot_count-1"},
+        {device_word(GDELTA_DEVICE_TOKEN_SLOT_RANGE, 2),
+         "entry 2 of the token states' slots is outside -1..slot_count-1"},
+        {device_word(GDELTA_DEVICE_PARENT_RANGE, 3), "entry 3 of parents is no earlier token, nor -1"},
+        {device_word(GDELTA_DEVICE_ACCEPTED_RANGE, 4), "entry 4 of accepted is outside 0..T"},
         {device_word(0, 9), "0x0000000000000009 is not a device status word"},
-        {device_word(7, 1), "0x0000000700000001 is not a device status word"},
+        {device_word(11, 1), "0x0000000b00000001 is not a device status word"},
         {UINT64_MAX, "0xffffffffffffffff is not a device status word"},
     };
     for (size_t i = 0; i < sizeof sentences / sizeof *sentences; ++i) {

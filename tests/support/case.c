@@ -17,7 +17,7 @@
 /* ---- Roles ---- */
 
 /* What a role's logical rows are. */
-typedef enum role_kind { kTokens, kState, kVector, kTable } role_kind;
+typedef enum role_kind { kTokens, kState, kSeveral, kVector, kTable } role_kind;
 
 static const struct {
     const char *name;
@@ -40,8 +40,17 @@ static const struct {
     [kFinalSlots] = {"final_state.slots", kTable, '1', '1', false},
     [kHasInitial] = {"has_initial_state", kTable, '1', '1', false},
     [kStatus] = {"device_status", kTable, '1', '1', false},
+    [kTokenSlots] = {"token_states.slots", kTable, '1', '1', false},
+    [kCheckpointSlots] = {"checkpoints.slots", kTable, '1', '1', false},
+    [kParents] = {"parents", kTable, '1', '1', false},
+    [kAccepted] = {"accepted", kTable, '1', '1', false},
     [kO] = {"o", kTokens, 'o', 'v', true},
     [kFinal] = {"final_state", kState, 'o', 'v', true},
+    [kTokenStates] = {"token_states", kSeveral, 'o', 'v', true},
+    [kRecordK] = {"record.k", kTokens, 'k', 'k', true},
+    [kRecordU] = {"record.u", kTokens, 'o', 'v', true},
+    [kRecordDecay] = {"record.decay", kTokens, 'o', '1', true},
+    [kCheckpoints] = {"checkpoints", kSeveral, 'o', 'v', true},
     [kDQ] = {"dq", kTokens, 'q', 'k', true},
     [kDK] = {"dk", kTokens, 'k', 'k', true},
     [kDV] = {"dv", kTokens, 'v', 'v', true},
@@ -87,6 +96,19 @@ void case_use_slots(test_case *c, enum slot_style style, uint64_t skipped) {
         c->initial_slots[n] = skip ? -1 : c->slot_count - 1 - n;
         c->final_slots[n] = skip || style == kSlotsSame ? c->initial_slots[n] : n;
     }
+}
+
+void case_use_one_pool(test_case *c) {
+    case_use_slots(c, kSlotsSame, 0);
+    int64_t more = c->sequences * c->lengths[0];
+    c->slot_count += more;
+    for (int n = 0; n < c->sequences; ++n) c->final_slots[n] = c->initial_slots[n] += more;
+    c->in_place = c->token_states = c->several_slots = c->one_pool = true;
+}
+
+int64_t case_parent(const test_case *c, int64_t sequence, int64_t t) {
+    uint64_t key = fill_key(c->seed, kParents, c->first_sequence + sequence, t, 0, 0);
+    return (int64_t)(key % (uint64_t)(t + 1)) - 1;
 }
 
 gdelta_problem case_problem(const test_case *c) {
@@ -164,6 +186,11 @@ const char *case_line(const test_case *c) {
     if (c->recycled) append(line, sizeof line, " recycled=%" PRIx64, c->recycled);
     if (c->in_place) append(line, sizeof line, " in-place");
     if (c->keep_state) append(line, sizeof line, " keep-state");
+    if (c->token_states) append(line, sizeof line, " token-states");
+    if (c->record) append(line, sizeof line, " record");
+    if (c->tree) append(line, sizeof line, " tree");
+    if (c->checkpoint_interval) append(line, sizeof line, " checkpoints=%" PRId64, c->checkpoint_interval);
+    if (c->several_slots) append(line, sizeof line, c->one_pool ? " one-pool" : " several-slots");
     if (c->accumulate) append(line, sizeof line, " accumulate");
     if (c->index64) append(line, sizeof line, " int64");
     if (c->host_tables) append(line, sizeof line, " host-tables");
@@ -179,14 +206,19 @@ const char *case_line(const test_case *c) {
 }
 
 /* The roles that a case has. */
-static uint32_t case_roles(const test_case *c) {
-    uint32_t set = ROLE(kRoles) - 1;
+static role_set case_roles(const test_case *c) {
+    role_set set = ROLE(kRoles) - 1;
     set &= ~c->absent;
     if (c->gate != GDELTA_GATE_SOFTPLUS) set &= ~(ROLE(kALog) | ROLE(kDtBias));
     if (c->layout != GDELTA_LAYOUT_THD) set &= ~ROLE(kCuSeqlens);
     if (!c->slot_count || !(set & ROLE(kInitial))) set &= ~ROLE(kInitialSlots);
     if (!c->slot_count || !(set & ROLE(kFinal))) set &= ~ROLE(kFinalSlots);
     if (!c->recycled || !(set & ROLE(kInitial))) set &= ~ROLE(kHasInitial);
+    if (!c->token_states) set &= ~(ROLE(kTokenStates) | ROLE(kTokenSlots));
+    if (!c->checkpoint_interval) set &= ~(ROLE(kCheckpoints) | ROLE(kCheckpointSlots));
+    if (!c->several_slots) set &= ~(ROLE(kTokenSlots) | ROLE(kCheckpointSlots));
+    if (!c->record) set &= ~(RECORD_ROLES | ROLE(kAccepted));
+    if (!c->tree) set &= ~ROLE(kParents);
     static const role pairs[][2] = {{kG, kDG}, {kBeta, kDBeta}, {kALog, kDALog}, {kDtBias, kDDtBias}};
     for (size_t i = 0; i < sizeof pairs / sizeof *pairs; ++i) {
         if (!(set & ROLE(pairs[i][0]))) set &= ~ROLE(pairs[i][1]);
@@ -206,9 +238,14 @@ static gdelta_dtype default_dtype(const test_case *c, role r) {
         case kDtBias:
         case kDALog:
         case kDDtBias:
+        case kRecordK:
+        case kRecordU:
+        case kRecordDecay:
             return GDELTA_DTYPE_FP32;
         case kInitial:
         case kFinal:
+        case kTokenStates:
+        case kCheckpoints:
         case kDInitial:
         case kDFinal:
             return or_default(c->state_dtype, GDELTA_DTYPE_FP32);
@@ -220,7 +257,8 @@ static gdelta_dtype default_dtype(const test_case *c, role r) {
 static gdelta_dtype role_dtype(const test_case *c, role r) {
     if (roles[r].kind == kTable) return GDELTA_DTYPE_DEFAULT;
     if (r == kALog || r == kDtBias) return or_default(c->parameter_dtype, GDELTA_DTYPE_FP32);
-    if (r == kFinal) return or_default(c->final_dtype, default_dtype(c, r));
+    if (r == kFinal || roles[r].kind == kSeveral) return or_default(c->final_dtype, default_dtype(c, r));
+    if (ROLE(r) & RECORD_ROLES) return c->out_dtype == GDELTA_DTYPE_FP64 ? GDELTA_DTYPE_FP64 : GDELTA_DTYPE_FP32;
     if (roles[r].output && roles[r].kind != kVector) return or_default(c->out_dtype, default_dtype(c, r));
     return default_dtype(c, r);
 }
@@ -243,9 +281,40 @@ static bool skipped(const instance *x, int64_t n) {
            (x->tensor[kFinal].present && slot_of(&x->c, kFinal, n) < 0);
 }
 
+/* Several states: how many a sequence has, the number of its first, the numbers in all, and a number's entry. */
+static int64_t several_of(const test_case *c, role r, int64_t n) {
+    return case_length(c, (int)n) / (r == kTokenStates ? 1 : c->checkpoint_interval);
+}
+
+static int64_t several_first(const instance *x, role r, int64_t n) {
+    bool packed = r == kCheckpoints && x->c.layout == GDELTA_LAYOUT_THD;
+    return packed ? x->start[n] / x->c.checkpoint_interval : n * several_of(&x->c, r, 0);
+}
+
+static int64_t several_numbers(const test_case *c, role r) {
+    bool packed = r == kCheckpoints && c->layout == GDELTA_LAYOUT_THD;
+    return packed ? total_rows(c) / c->checkpoint_interval : c->sequences * several_of(c, r, 0);
+}
+
+static int64_t several_slots(const test_case *c, role r) {
+    bool one = c->one_pool && r == kTokenStates;
+    return !c->several_slots ? 0 : one ? c->slot_count : several_numbers(c, r) + 3;
+}
+
+static int64_t several_entry(const test_case *c, role r, int64_t number) {
+    return c->several_slots ? several_numbers(c, r) - 1 - number : number;
+}
+
+static int64_t several_stored(const test_case *c, role r, int64_t n) {
+    int64_t count = several_of(c, r, n);
+    return c->several_slots && count > 1 ? count - 1 : count;
+}
+
 int64_t instance_rows(const instance *x, role r, int64_t n) {
+    if (ROLE(r) & RECORD_ROLES && skipped(x, n)) return 0;
     if (roles[r].kind == kTokens) return case_length(&x->c, (int)n);
     if (roles[r].kind == kVector) return 1;
+    if (roles[r].kind == kSeveral) return skipped(x, n) ? 0 : several_stored(&x->c, r, n) * x->c.dim_k;
     return (r == kInitial || r == kFinal) && skipped(x, n) ? 0 : x->c.dim_k;
 }
 
@@ -276,6 +345,9 @@ size_t instance_offset(const instance *x, role r, int64_t n, int64_t row, int64_
     int64_t element = head * t->stride[2] + column * t->stride[3];
     if (roles[r].kind == kTokens && x->c.layout == GDELTA_LAYOUT_THD) {
         element += (x->start[n] + row) * t->stride[1];
+    } else if (roles[r].kind == kSeveral) {
+        int64_t number = several_first(x, r, n) + row / x->c.dim_k;
+        element += several_entry(&x->c, r, number) * t->stride[0] + row % x->c.dim_k * t->stride[1];
     } else {
         element += slot_of(&x->c, r, n) * t->stride[0] + row * t->stride[1];
     }
@@ -304,12 +376,14 @@ static int64_t token_strides(const test_case *c, instance_tensor *t, int64_t hea
 }
 
 static int64_t state_strides(const test_case *c, instance_tensor *t, role r) {
-    bool vk = c->state_order == GDELTA_STATE_VK, pool = r == kInitial || r == kFinal;
+    bool vk = c->state_order == GDELTA_STATE_VK, several = roles[r].kind == kSeveral;
+    bool pool = several || r == kInitial || r == kFinal;
     t->stride[3] = vk ? c->dim_k : 1;
     t->stride[1] = vk ? 1 : c->dim_v;
     t->stride[2] = (int64_t)c->dim_k * c->dim_v + c->gap;
     t->stride[0] = t->stride[2] * case_heads_o(c) + c->gap + (pool ? c->slot_padding : 0);
     t->default_strides = !c->gap && !(pool && c->slot_padding);
+    if (several) return t->stride[0] * (c->several_slots ? several_slots(c, r) : several_numbers(c, r));
     return t->stride[0] * (pool && c->slot_count ? c->slot_count : c->sequences);
 }
 
@@ -318,6 +392,23 @@ static void place(instance *x, instance_tensor *t, int64_t elements) {
     size_t pad = x->c.wide_pads ? 1 << 20 : 1 << 16;
     t->offset = (x->bytes + pad + 255) / 256 * 256 + (x->c.gap % 2 ? t->bytes : 0);
     x->bytes = t->offset + (size_t)elements * t->bytes;
+}
+
+static int64_t table_entries(const test_case *c, role r) {
+    switch (r) {
+        case kStatus:
+            return 1;
+        case kCuSeqlens:
+            return c->sequences + 1;
+        case kParents:
+            return c->sequences * c->lengths[0];
+        case kTokenSlots:
+            return several_numbers(c, kTokenStates);
+        case kCheckpointSlots:
+            return several_numbers(c, kCheckpoints);
+        default:
+            return c->sequences;
+    }
 }
 
 static void place_role(instance *x, role r) {
@@ -332,7 +423,7 @@ static void place_role(instance *x, role r) {
     switch (roles[r].kind) {
         case kTable:
             t->bytes = r == kHasInitial ? 1 : c->index64 || r == kStatus ? 8 : 4;
-            t->count = r == kStatus ? 1 : c->sequences + (r == kCuSeqlens);
+            t->count = table_entries(c, r);
             place(x, t, t->count);
             return;
         case kVector:
@@ -341,8 +432,9 @@ static void place_role(instance *x, role r) {
             elements = t->columns * t->stride[3];
             break;
         case kState:
+        case kSeveral:
             elements = state_strides(c, t, r);
-            if (r == kFinal && c->in_place) {
+            if ((r == kFinal && c->in_place) || (r == kTokenStates && c->one_pool)) {
                 t->offset = x->tensor[kInitial].offset;
                 return;
             }
@@ -409,6 +501,10 @@ void instance_put_all(instance *x, role r, double value) {
 void instance_copy(instance *x, role to, const instance *y, role from) {
     FOR_ELEMENTS(x, to, n, row, head, column)
     instance_put(x, to, n, row, head, column, instance_get(y, from, n, row, head, column));
+}
+
+void instance_copy_record(instance *x, const instance *y) {
+    for (role r = kRecordK; r <= kRecordDecay; ++r) instance_copy(x, r, y, r);
 }
 
 static double softplus(double x) {
@@ -494,6 +590,18 @@ static void shorten_keys(instance *x) {
     }
 }
 
+/* Numbers that no sequence has, which a packed call's checkpoints may leave, get the slot of nobody. */
+static void fill_slots(instance *x, role r, role table) {
+    if (!x->tensor[table].present) return;
+    for (int64_t i = 0; i < x->tensor[table].count; ++i) instance_set_entry(x, table, i, -1);
+    for (int n = 0; n < x->c.sequences; ++n) {
+        for (int64_t i = 0; i < several_stored(&x->c, r, n); ++i) {
+            int64_t number = several_first(x, r, n) + i;
+            instance_set_entry(x, table, number, several_entry(&x->c, r, number));
+        }
+    }
+}
+
 static bool is_input(role r) {
     return !roles[r].output && roles[r].kind != kTable;
 }
@@ -523,9 +631,15 @@ static void fill(instance *x) {
         end += case_length(c, n);
         if (x->tensor[kInitialSlots].present) instance_set_entry(x, kInitialSlots, n, c->initial_slots[n]);
         if (x->tensor[kFinalSlots].present) instance_set_entry(x, kFinalSlots, n, c->final_slots[n]);
+        if (x->tensor[kAccepted].present) instance_set_entry(x, kAccepted, n, c->accepted[n]);
+        for (int64_t t = 0; x->tensor[kParents].present && t < c->lengths[0]; ++t) {
+            instance_set_entry(x, kParents, n * c->lengths[0] + t, case_parent(c, n, t));
+        }
         if (x->tensor[kHasInitial].present) instance_set_entry(x, kHasInitial, n, !(c->recycled >> n & 1));
     }
     if (x->tensor[kStatus].present) instance_set_entry(x, kStatus, 0, 0);
+    fill_slots(x, kTokenStates, kTokenSlots);
+    fill_slots(x, kCheckpoints, kCheckpointSlots);
 }
 
 void instance_create(instance *x, const test_case *c) {
@@ -535,7 +649,7 @@ void instance_create(instance *x, const test_case *c) {
     memset(x, 0, sizeof *x);
     x->c = *c;
     for (int n = 1; n < c->sequences; ++n) x->start[n] = x->start[n - 1] + case_length(c, n - 1);
-    uint32_t set = case_roles(c);
+    role_set set = case_roles(c);
     for (role r = 0; r < kRoles; ++r) x->tensor[r].present = set >> r & 1;
     for (role r = 0; r < kRoles; ++r) {
         if (x->tensor[r].present) place_role(x, r);
@@ -564,7 +678,7 @@ void instance_create_plain(instance *plain, const instance *x) {
     c.state_order = GDELTA_STATE_KV;
     c.save_mode = GDELTA_SAVE_COMPACT;
     c.gap = 0;
-    c.fused = c.interleaved = c.in_place = c.host_tables = false;
+    c.fused = c.interleaved = c.in_place = c.host_tables = c.one_pool = false;
     c.slot_padding = 0;
     c.index64 = true;
     instance_create(plain, &c);
@@ -576,16 +690,38 @@ void instance_create_plain(instance *plain, const instance *x) {
 /* ---- Calls ---- */
 
 const test_engine test_engines[kEngines] = {
-    [kReference] = {"reference", GDELTA_ENGINE_AUTO, false, GDELTA_DTYPE_FP64},
-    [kRecurrent] = {"recurrent", GDELTA_ENGINE_RECURRENT, true, GDELTA_DTYPE_FP32},
+    [kReference] = {"reference", GDELTA_ENGINE_AUTO, false, 0, GDELTA_DTYPE_FP64, 1},
+    [kRecurrent] = {"recurrent", GDELTA_ENGINE_RECURRENT, true, 0, GDELTA_DTYPE_FP32, 1},
+    [kHopper] = {"hopper", GDELTA_ENGINE_HOPPER, true, 90, GDELTA_DTYPE_FP32, 64},
 };
 
-uint32_t instance_outputs(const instance *x, gdelta_operation operation) {
-    uint32_t set = ROLE(kO) | (x->c.keep_state && operation == GDELTA_OPERATION_STEP ? 0 : ROLE(kFinal));
-    if (operation == GDELTA_OPERATION_BACKWARD) {
-        uint32_t forward_too = ROLE(kO) | (x->c.in_place ? 0 : ROLE(kFinal));
-        set = ROLE(kDQ) | ROLE(kDK) | ROLE(kDV) | ROLE(kDG) | ROLE(kDBeta) | ROLE(kDALog) | ROLE(kDDtBias) |
-              ROLE(kDInitial) | (x->c.save_mode == GDELTA_SAVE_STATES ? forward_too : 0);
+bool engine_runs(const test_engine *engine, const test_case *c, gdelta_operation operation) {
+    if (engine->engine != GDELTA_ENGINE_HOPPER) return true;
+    bool dims = (c->dim_k == 64 || c->dim_k == 128) && (c->dim_v == 64 || c->dim_v == 128);
+    bool aligned = c->gap % 8 == 0; /* rows are multiples of 64 elements, so gaps alone move them */
+    bool forward = operation == GDELTA_OPERATION_FORWARD, linear = c->gate == GDELTA_GATE_LINEAR;
+    bool backward = operation == GDELTA_OPERATION_BACKWARD && !(linear && case_roles(c) & ROLE(kDG));
+    bool checkpoints = c->checkpoint_interval && (forward || c->save_mode == GDELTA_SAVE_STATES);
+    return (forward || backward) && c->dtype != GDELTA_DTYPE_FP32 && dims && aligned && !checkpoints;
+}
+
+role_set instance_outputs(const instance *x, gdelta_operation operation) {
+    role_set set = 0;
+    switch (operation) {
+        case GDELTA_OPERATION_FORWARD:
+            set = ROLE(kO) | ROLE(kFinal) | ROLE(kCheckpoints);
+            break;
+        case GDELTA_OPERATION_BACKWARD:
+            set = ROLE(kDQ) | ROLE(kDK) | ROLE(kDV) | ROLE(kDG) | ROLE(kDBeta) | ROLE(kDALog) | ROLE(kDDtBias) |
+                  ROLE(kDInitial);
+            if (x->c.save_mode == GDELTA_SAVE_STATES) set |= ROLE(kO) | ROLE(kCheckpoints);
+            if (x->c.save_mode == GDELTA_SAVE_STATES && !x->c.in_place) set |= ROLE(kFinal);
+            break;
+        case GDELTA_OPERATION_STEP:
+            set = ROLE(kO) | (x->c.keep_state ? 0 : ROLE(kFinal)) | ROLE(kTokenStates) | RECORD_ROLES;
+            break;
+        default:
+            set = ROLE(kFinal);
     }
     return set & case_roles(&x->c);
 }
@@ -600,7 +736,7 @@ static gdelta_tensor tensor(const instance *x, role r, char *arena) {
     if (!t->present) return tensor;
     if (t->dtype != default_dtype(&x->c, r)) tensor.dtype = t->dtype;
     if (t->default_strides) return tensor;
-    bool state = roles[r].kind == kState, vector = roles[r].kind == kVector;
+    bool state = roles[r].kind == kState || roles[r].kind == kSeveral, vector = roles[r].kind == kVector;
     tensor.stride[0] = vector ? 0 : t->stride[0];
     tensor.stride[1] = vector ? 0 : t->stride[1];
     tensor.stride[2] = vector ? t->stride[3] : t->stride[2];
@@ -623,8 +759,12 @@ static gdelta_state state(const instance *x, role r, char *arena) {
     gdelta_tensor t = tensor(x, r, arena);
     gdelta_state state = {.data = t.data, .dtype = t.dtype};
     memcpy(state.stride, t.stride, sizeof state.stride);
-    state.slots = index_table(x, r == kInitial ? kInitialSlots : kFinalSlots, arena);
-    if (state.slots.data) state.slot_count = x->c.slot_count;
+    static const role slots[kRoles] = {[kInitial] = kInitialSlots,
+                                       [kFinal] = kFinalSlots,
+                                       [kTokenStates] = kTokenSlots,
+                                       [kCheckpoints] = kCheckpointSlots};
+    state.slots = index_table(x, slots[r], arena);
+    if (state.slots.data) state.slot_count = roles[r].kind == kSeveral ? several_slots(&x->c, r) : x->c.slot_count;
     return state;
 }
 
@@ -642,6 +782,8 @@ gdelta_forward_args instance_forward_args(const instance *x, char *arena) {
         .initial_state = state(x, kInitial, arena),
         .final_state = state(x, kFinal, arena),
         .cu_seqlens = index_table(x, kCuSeqlens, arena),
+        .checkpoints = state(x, kCheckpoints, arena),
+        .checkpoint_interval = x->c.checkpoint_interval,
     };
 }
 
@@ -666,16 +808,41 @@ gdelta_backward_args instance_backward_args(const instance *x, char *arena) {
     };
 }
 
-gdelta_step_args instance_step_args(const instance *x, char *arena) {
+static gdelta_record record(const instance *x, char *arena) {
+    return (gdelta_record){
+        .k = tensor(x, kRecordK, arena), .u = tensor(x, kRecordU, arena), .decay = tensor(x, kRecordDecay, arena)};
+}
+
+/* The final states, if they are not in the place of the initial ones. */
+static gdelta_state output_state(const instance *x, char *arena) {
     bool same_entries = memcmp(x->c.initial_slots, x->c.final_slots, sizeof x->c.final_slots) == 0;
-    bool elsewhere = !x->c.keep_state && !(x->c.in_place && same_entries);
+    return x->c.in_place && same_entries ? (gdelta_state){.data = NULL} : state(x, kFinal, arena);
+}
+
+gdelta_step_args instance_step_args(const instance *x, char *arena) {
     return (gdelta_step_args){
         .struct_size = sizeof(gdelta_step_args),
         .flags = x->c.keep_state ? GDELTA_STEP_KEEP_STATE : 0,
         INPUTS(x, arena),
         .o = tensor(x, kO, arena),
         .state = state(x, kInitial, arena),
-        .output_state = elsewhere ? state(x, kFinal, arena) : (gdelta_state){.data = NULL},
+        .output_state = x->c.keep_state ? (gdelta_state){.data = NULL} : output_state(x, arena),
+        .token_states = state(x, kTokenStates, arena),
+        .record = record(x, arena),
+        .parents = index_table(x, kParents, arena),
+    };
+}
+
+gdelta_commit_args instance_commit_args(const instance *x, char *arena) {
+    return (gdelta_commit_args){
+        .struct_size = sizeof(gdelta_commit_args),
+        .record = record(x, arena),
+        .accepted = index_table(x, kAccepted, arena),
+        .parents = index_table(x, kParents, arena),
+        .state = state(x, kInitial, arena),
+        .output_state = output_state(x, arena),
+        .has_initial_state = at(x, kHasInitial, arena),
+        .device_status = at(x, kStatus, arena),
     };
 }
 
@@ -688,6 +855,10 @@ static gdelta_status run_reference(const instance *x, gdelta_operation operation
     if (operation == GDELTA_OPERATION_BACKWARD) {
         gdelta_backward_args args = instance_backward_args(x, x->after);
         return gdelta_reference_backward(&problem, &args);
+    }
+    if (operation == GDELTA_OPERATION_COMMIT) {
+        gdelta_commit_args args = instance_commit_args(x, x->after);
+        return gdelta_reference_commit(&problem, &args);
     }
     gdelta_step_args args = instance_step_args(x, x->after);
     return gdelta_reference_step(&problem, &args);
@@ -720,7 +891,7 @@ bool device_create(device_instance *d, const instance *x, const test_engine *eng
     d->arena = gpu_buffer_create(x->bytes, 0);
     d->workspace = scratch(d->plan, operation, pad);
     gdelta_plan_saved_size(d->plan, &saved);
-    if (operation == GDELTA_OPERATION_BACKWARD && saved > 0) {
+    if (operation == GDELTA_OPERATION_BACKWARD && x->c.save_mode == GDELTA_SAVE_STATES) {
         d->saved = gpu_buffer_create(saved, pad);
         d->forward_workspace = scratch(d->plan, GDELTA_OPERATION_FORWARD, pad);
     }
@@ -759,6 +930,10 @@ gdelta_status device_enqueue(device_instance *d, const instance *x, gdelta_strea
         gdelta_step_args args = instance_step_args(x, d->arena.data);
         return gdelta_step(d->plan, &args, d->workspace.data, d->workspace.bytes, stream);
     }
+    if (d->operation == GDELTA_OPERATION_COMMIT) {
+        gdelta_commit_args args = instance_commit_args(x, d->arena.data);
+        return gdelta_commit(d->plan, &args, d->workspace.data, d->workspace.bytes, stream);
+    }
     gdelta_forward_args args = instance_forward_args(x, d->arena.data);
     return gdelta_forward(d->plan, &args, d->workspace.data, d->workspace.bytes, stream);
 }
@@ -773,7 +948,7 @@ bool device_download(device_instance *d, instance *x) {
     return intact || complain(x, "a pad was overwritten");
 }
 
-bool instance_untouched(const instance *x, uint32_t outputs) {
+bool instance_untouched(const instance *x, role_set outputs) {
     char *rest = malloc(x->bytes);
     memcpy(rest, x->after, x->bytes);
     for (role r = 0; r < kRoles; ++r) {

@@ -35,8 +35,17 @@ typedef enum role {
     kFinalSlots,
     kHasInitial,
     kStatus,
+    kTokenSlots,
+    kCheckpointSlots,
+    kParents,
+    kAccepted,
     kO,
     kFinal,
+    kTokenStates,
+    kRecordK,
+    kRecordU,
+    kRecordDecay,
+    kCheckpoints,
     kDQ,
     kDK,
     kDV,
@@ -51,7 +60,9 @@ typedef enum role {
 const char *role_name(role role);
 
 /* A set of roles. */
-#define ROLE(role) (1u << (role))
+typedef uint64_t role_set;
+#define ROLE(role) (UINT64_C(1) << (role))
+#define RECORD_ROLES (ROLE(kRecordK) | ROLE(kRecordU) | ROLE(kRecordDecay))
 
 /* ---- The case ---- */
 
@@ -99,7 +110,7 @@ typedef struct test_case {
     gate_strength strength;
     key_style keys;
     double beta_max; /* plain beta lies in 0 .. beta_max; 0 stands for 1 */
-    uint32_t absent; /* roles that are left out, of those that the rest of the case allows */
+    role_set absent; /* roles that are left out, of those that the rest of the case allows */
 
     int gap;    /* elements between rows, heads, ... of every tensor; if odd, tensors start off by an element too */
     bool fused; /* q, k, v are column slices of one tensor, and dq, dk, dv of another */
@@ -111,9 +122,17 @@ typedef struct test_case {
     uint64_t recycled; /* bit n: sequence n has no initial state, has_initial_state says so, and its slot is poison */
     bool in_place;     /* the final states are in the initial states' memory */
     bool keep_state;   /* GDELTA_STEP_KEEP_STATE */
-    bool accumulate;   /* GDELTA_BACKWARD_ACCUMULATE_PARAMETERS, where there are some; they start from numbers */
-    bool index64;      /* tables are int64 */
-    bool host_tables;  /* tables have host copies */
+    bool token_states; /* a step keeps the state after each token */
+    bool record;       /* a step leaves a record, and a commit keeps so many of its tokens: */
+    int64_t accepted[kMaxSequences];
+    bool tree;                   /* tokens continue others than the one before them; with keep_state */
+    int64_t checkpoint_interval; /* forward keeps the state after every so many tokens; 0: none */
+    bool several_slots; /* token states and checkpoints are in pools, in falling order; of a sequence's several states
+                           the last has no slot */
+    bool one_pool;      /* with several_slots: token states are in the pool of the initial states, which has room */
+    bool accumulate;    /* GDELTA_BACKWARD_ACCUMULATE_PARAMETERS, where there are some; they start from numbers */
+    bool index64;       /* tables are int64 */
+    bool host_tables;   /* tables have host copies */
 
     bool wide_pads;  /* pads of 1 MiB instead of 64 KiB */
     uint16_t poison; /* 0: 0xffff, which is NaN. 0x7e96 is about 1e38 in bf16 and fp32, and NaN in fp16 */
@@ -126,6 +145,12 @@ enum slot_style { kSlotsSame, kSlotsDistinct };
 /* Gives the case slots: initial ones from the top, final ones the same, or distinct ones from the bottom; with some
  * entries to spare. Sequences whose bit is set in `skipped` get -1. */
 void case_use_slots(test_case *c, enum slot_style style, uint64_t skipped);
+
+/* Gives a step's case slots, in place, and token states in the same pool. */
+void case_use_one_pool(test_case *c);
+
+/* What token t of a tree continues. */
+int64_t case_parent(const test_case *c, int64_t sequence, int64_t t);
 
 /* The case in one line. Valid until the next call. */
 const char *case_line(const test_case *c);
@@ -158,7 +183,8 @@ typedef struct instance {
 void instance_create(instance *x, const test_case *c);
 void instance_destroy(instance *x);
 
-/* Logical extents of a role. A sequence that is skipped has no rows in a state. */
+/* Logical extents of a role. A sequence that is skipped has no rows in a state or record. Of several states of a
+ * sequence, the rows of state i are rows i K to i K + K - 1. */
 int64_t instance_sequences(const instance *x, role role);
 int64_t instance_rows(const instance *x, role role, int64_t sequence);
 int64_t instance_heads(const instance *x, role role);
@@ -182,6 +208,8 @@ void instance_set_entry(instance *x, role table, int64_t entry, int64_t value);
             for (int64_t head = 0; head < instance_heads(x, role); ++head) \
                 for (int64_t column = 0; column < instance_columns(x, role); ++column)
 
+/* x, whose call is a commit, takes the record that a step left in y. */
+void instance_copy_record(instance *x, const instance *y);
 /* Input `to` of x takes the values of `from` of y, input or output; sequence by sequence. */
 void instance_copy(instance *x, role to, const instance *y, role from);
 
@@ -194,20 +222,27 @@ typedef struct test_engine {
     const char *name;
     gdelta_engine engine;
     bool on_gpu;
+    int32_t capability;       /* the only compute capability that it runs on; 0: any */
     gdelta_dtype exact_state; /* the type that holds its states without rounding */
+    int cut;                  /* a text that is cut after a multiple of so many tokens keeps its bits */
 } test_engine;
 
-/* Every engine is tested; a later one is added here and in compare.c's table of tolerances. */
-enum { kReference, kRecurrent, kEngines };
+/* Every engine is tested; a later one is added here, in engine_runs and in compare.c's table of tolerances. */
+enum { kReference, kRecurrent, kHopper, kEngines };
 extern const test_engine test_engines[kEngines];
 
+/* Whether the engine is to run the operation of this case. What it is not to run, tests leave out; all else must work.
+ */
+bool engine_runs(const test_engine *engine, const test_case *c, gdelta_operation operation);
+
 /* What an operation on x writes. */
-uint32_t instance_outputs(const instance *x, gdelta_operation operation);
+role_set instance_outputs(const instance *x, gdelta_operation operation);
 
 /* The arguments of a call on x whose arena is at `arena`, in host or device memory. */
 gdelta_forward_args instance_forward_args(const instance *x, char *arena);
 gdelta_backward_args instance_backward_args(const instance *x, char *arena);
 gdelta_step_args instance_step_args(const instance *x, char *arena);
+gdelta_commit_args instance_commit_args(const instance *x, char *arena);
 
 /* An instance's arena on the GPU, with a plan and the buffers for one operation. */
 typedef struct device_instance {
@@ -226,7 +261,7 @@ gdelta_status device_enqueue(device_instance *d, const instance *x, gdelta_strea
 bool device_download(device_instance *d, instance *x);
 
 /* True if the call wrote no byte of the arena but elements of `outputs`; else prints the first such byte. */
-bool instance_untouched(const instance *x, uint32_t outputs);
+bool instance_untouched(const instance *x, role_set outputs);
 
 /* Runs an operation into x->after: on the GPU twice, to compare the bits. False, with the reason printed, if the call
  * fails or writes what it must not. */

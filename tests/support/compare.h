@@ -12,6 +12,8 @@ typedef struct slice {
 } slice;
 
 /* Relative L2 error of each head, at most `tolerance`, after rounding `want` to the type of `got`. NaN never passes.
+ * Rows that are a part of want's sequence are measured against its average rows where those are longer: tolerances are
+ * for whole sequences, and the error of a row is that of the state it was read from, however short the row came out.
  * Where all of `want` is zero or tiny, its size is taken as what the type can hold well: so `got` must then be zero but
  * for underflow. */
 bool compare_slices(slice got, slice want, double tolerance);
@@ -20,8 +22,8 @@ bool compare_slice_bits(slice got, slice want);
 
 /* The same for whole tensors, of equal shapes: every sequence of every role in the set, with the tolerance of the
  * engine, the role and its type. */
-bool compare_instances(const instance *got, const instance *want, uint32_t roles, const test_engine *engine);
-bool compare_bits(const instance *got, const instance *want, uint32_t roles);
+bool compare_instances(const instance *got, const instance *want, role_set roles, const test_engine *engine);
+bool compare_bits(const instance *got, const instance *want, role_set roles);
 
 double compare_tolerance(const test_engine *engine, role role, gdelta_dtype dtype);
 
@@ -34,7 +36,8 @@ enum {
     kTraining = kForward | kBackward
 };
 
-/* Runs the operations on the engine, and on the reference in the plainest form, and compares. */
+/* Runs those of the operations that the engine is to run, each on the reference in the plainest form too, and compares.
+ */
 bool check_instance(instance *x, const test_engine *engine, unsigned operations);
 bool check_case(const test_case *c, const test_engine *engine, unsigned operations);
 

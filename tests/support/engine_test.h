@@ -22,13 +22,20 @@
     }                                                                          \
     ParameterizedTest(const int *index, suite, name) {                         \
         const test_engine *engine = &test_engines[(first) + *index / (parts)]; \
-        if (engine->on_gpu) gpu_require(#suite "/" #name);                     \
+        if (engine->on_gpu) gpu_require(#suite "/" #name, engine->capability); \
         suite##_##name(engine, *index % (parts));                              \
     }                                                                          \
     static void suite##_##name(const test_engine *engine, int part __attribute__((unused)))
 
 /* In such a test: runs one operation of an instance, or ends the test. */
 #define RUN(x, operation) cr_assert(instance_run(x, engine, GDELTA_OPERATION_##operation))
+/* Whether the engine is to run it at all. */
+#define RUNS(c, operation) engine_runs(engine, c, GDELTA_OPERATION_##operation)
+/* Ends the test as skipped if not. */
+#define NEEDS(c, operation)                                                              \
+    do {                                                                                 \
+        if (!RUNS(c, operation)) cr_skip_test("the engine %s has none", (engine)->name); \
+    } while (0)
 
 static inline instance make_instance(const test_case *c) {
     instance x;

@@ -6,11 +6,13 @@
 #include <stdlib.h>
 #include <string.h>
 
-void gpu_require(const char *test) {
-    const char *why = gpu_missing();
-    if (why == NULL) return;
-    const char *required = getenv("GDELTA_REQUIRE_GPU");
-    if (required && strcmp(required, "1") == 0) cr_assert_fail("%s: GDELTA_REQUIRE_GPU is 1, but %s", test, why);
+void gpu_require(const char *test, int capability) {
+    const char *why = gpu_missing(), *required = getenv("GDELTA_REQUIRE_GPU");
+    if (why && required && strcmp(required, "1") == 0) {
+        cr_assert_fail("%s: GDELTA_REQUIRE_GPU is 1, but %s", test, why);
+    }
+    if (why == NULL && (capability == 0 || capability == gpu_capability())) return;
+    if (why == NULL) why = "another compute capability is needed";
     fprintf(stderr, "GPU SKIPPED: %s (%s)\n", test, why);
     cr_skip_test("%s", why);
 }
@@ -116,6 +118,14 @@ void gpu_graph_destroy(gpu_graph *graph) {
     free(graph);
 }
 
+int gpu_capability(void) {
+    int device, major, minor;
+    CHECK(cudaGetDevice(&device));
+    CHECK(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
+    CHECK(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device));
+    return 10 * major + minor;
+}
+
 int gpu_device_count(void) {
     int count;
     CHECK(cudaGetDeviceCount(&count));
@@ -157,6 +167,7 @@ WITHOUT_CUDA(void gpu_capture_begin(gdelta_stream stream))
 WITHOUT_CUDA(gpu_graph *gpu_capture_end(gdelta_stream stream))
 WITHOUT_CUDA(void gpu_graph_launch(gpu_graph *graph, gdelta_stream stream))
 WITHOUT_CUDA(void gpu_graph_destroy(gpu_graph *graph))
+WITHOUT_CUDA(int gpu_capability(void))
 WITHOUT_CUDA(int gpu_device_count(void))
 WITHOUT_CUDA(int gpu_current_device(void))
 WITHOUT_CUDA(void gpu_use_device(int device))

@@ -10,9 +10,10 @@
 /* NULL where a GPU is; else why there is none. */
 const char *gpu_missing(void);
 
-/* Goes on only where a GPU is. Else prints "GPU SKIPPED: <test> (<why>)" and ends the test as skipped; as failed if the
- * environment has GDELTA_REQUIRE_GPU=1. */
-void gpu_require(const char *test);
+/* Goes on only where a GPU is, and one of this compute capability if that is not 0. Else prints "GPU SKIPPED: <test>
+ * (<why>)" and ends the test as skipped; where there is no GPU at all, as failed if the environment has
+ * GDELTA_REQUIRE_GPU=1. */
+void gpu_require(const char *test, int capability);
 
 /* Device memory. Between pads of the byte 0xff, which is NaN in every float type, if `pad` is not 0. */
 typedef struct gpu_buffer {
@@ -42,6 +43,9 @@ void gpu_capture_begin(gdelta_stream stream);
 gpu_graph *gpu_capture_end(gdelta_stream stream);
 void gpu_graph_launch(gpu_graph *graph, gdelta_stream stream);
 void gpu_graph_destroy(gpu_graph *graph);
+
+/* 10 * major + minor of the current device. */
+int gpu_capability(void);
 
 int gpu_device_count(void);
 int gpu_current_device(void);
