@@ -111,17 +111,38 @@ static gdelta_status choose_engines(const gdelta_problem *problem, const gdelta_
     bool hopper = problem->engine == GDELTA_ENGINE_AUTO && long_enough &&
                   hopper_fits(problem, shape, compute_capability, NULL, 0);
     engines->forward = hopper ? GDELTA_ENGINE_HOPPER : GDELTA_ENGINE_RECURRENT;
-    /* The hopper backward has run on a GPU by itself only, not yet through this library: it must be asked for. */
+    /* The hopper backward is not within the tolerances in all cases (gdelta.h): it must be asked for. */
     engines->backward = GDELTA_ENGINE_RECURRENT;
     return check_recurrent(shape); /* it has step, and the calls that the other engine cannot take */
 }
 
-/* Two blocks a head where that fills the GPU better. The number of blocks changes no bit, but a plan that promises
- * batch invariance does not lean on that. */
-static int32_t choose_split(const gdelta_plan *plan) {
+static int64_t ceil_div(int64_t a, int64_t b) {
+    return (a + b - 1) / b;
+}
+
+/* Blocks along V and segments: whichever the times of config.h make fastest. Segments change bits, so that a plan that
+ * promises batch invariance has none and asks for nothing here. */
+static gdelta_hopper_choice choose_blocks(const gdelta_plan *plan, int64_t summaries) {
     const gdelta_shape *shape = &plan->shape;
-    if (shape->dim_v != 128 || (plan->problem.flags & GDELTA_FLAG_BATCH_INVARIANT)) return 1;
-    return shape->sequences * shape->heads_o <= plan->multiprocessors / 2 ? 2 : 1;
+    gdelta_hopper_choice best = {.split_v = 1, .segments = 1};
+    int64_t jobs = shape->sequences * shape->heads_o, chunks = ceil_div(shape->tokens, kChunk);
+    int64_t places = plan->multiprocessors, least = INT64_MAX, most = jobs ? 1 + summaries / jobs : 1;
+    int32_t panels = shape->dim_v / kChunk, summary_tiles = (shape->dim_v + shape->dim_k) / kChunk;
+    for (int32_t segments = 1; segments <= most; ++segments) {
+        int64_t length = ceil_div(chunks, segments);
+        for (int32_t split_v = 1; split_v <= panels; split_v *= 2) {
+            int32_t chunk_ns = panels / split_v == 2 ? kHopperChunkNs2 : kHopperChunkNs1;
+            int64_t ns = ceil_div(jobs * segments * split_v, places) * length * chunk_ns;
+            if (segments > 1) {
+                int64_t blocks = jobs * (segments - 1) * summary_tiles;
+                ns += blocks <= places ? length * kHopperSummaryNs1
+                                       : ceil_div(blocks, 2 * places) * length * kHopperSummaryNs2;
+                ns += kHopperSegmentsNs + (segments - 1) * kHopperMergeNs;
+            }
+            if (ns < least) least = ns, best = (gdelta_hopper_choice){.split_v = split_v, .segments = segments};
+        }
+    }
+    return best;
 }
 
 gdelta_status gdelta_supported(const gdelta_problem *problem, gdelta_operation operation, int32_t compute_capability,
@@ -162,13 +183,16 @@ gdelta_status gdelta_plan_create(const gdelta_problem *problem, gdelta_plan **pl
     made->backward_engine = engines.backward;
     made->compute_capability = compute_capability;
     made->multiprocessors = multiprocessors;
+    made->choice = (gdelta_hopper_choice){.split_v = 1, .segments = 1};
     /* The hopper engine's backward needs nothing saved. A call of AUTO that it cannot take makes its own states. */
     bool saves = problem->save_mode == GDELTA_SAVE_STATES && engines.backward == GDELTA_ENGINE_RECURRENT;
     gdelta_workspace_forward(&shape, &made->step);
     made->forward = made->step;
     if (engines.forward == GDELTA_ENGINE_HOPPER) {
-        made->split_v = choose_split(made);
-        gdelta_workspace_hopper_forward(&shape, &made->forward);
+        bool invariant = problem->flags & GDELTA_FLAG_BATCH_INVARIANT;
+        int64_t summaries = invariant ? 0 : gdelta_summary_room(&shape, multiprocessors);
+        if (!invariant) made->choice = choose_blocks(made, summaries);
+        gdelta_workspace_hopper_forward(&shape, summaries, &made->forward);
     }
     if (problem->engine != GDELTA_ENGINE_HOPPER) gdelta_workspace_backward(&shape, !saves, &made->backward);
     if (engines.backward == GDELTA_ENGINE_HOPPER) gdelta_workspace_hopper_backward(&shape, &made->backward);
@@ -192,12 +216,13 @@ size_t gdelta_plan_describe(const gdelta_plan *plan, char *text, size_t size) {
     bool hopper = plan->forward_engine == GDELTA_ENGINE_HOPPER;
     bool hopper_backward = plan->backward_engine == GDELTA_ENGINE_HOPPER;
     int64_t jobs = s->sequences * s->heads_o;
-    int64_t forward = jobs * (hopper ? plan->split_v : gdelta_forward_tiles(s->dim_v));
+    int64_t forward = jobs * (hopper ? plan->choice.split_v * plan->choice.segments : gdelta_forward_tiles(s->dim_v));
     /* Of the kernel that walks along the tokens; hopper: one block up, one down. */
     int64_t backward = jobs * (hopper_backward ? 2 : gdelta_backward_tiles(s->dim_k, s->dim_v));
     char tiles[32];
     if (hopper) {
-        snprintf(tiles, sizeof tiles, "split_v %" PRId32, plan->split_v);
+        snprintf(tiles, sizeof tiles, "split_v %" PRId32 ", segments %" PRId32, plan->choice.split_v,
+                 plan->choice.segments);
     } else {
         snprintf(tiles, sizeof tiles, "width %" PRId32, gdelta_recurrent_width(s->dim_k));
     }

@@ -10,7 +10,7 @@ struct gdelta_plan {
     gdelta_shape shape;
     gdelta_engine forward_engine;  /* of a forward that saves nothing, where it can take the call */
     gdelta_engine backward_engine; /* likewise; step and commit are the recurrent engine's */
-    int32_t split_v;               /* hopper forward: see kernels/launch.h */
+    gdelta_hopper_choice choice;   /* hopper forward */
     int32_t compute_capability, multiprocessors;
     gdelta_workspace_table forward, backward, step;
     size_t saved_bytes;

@@ -95,12 +95,9 @@ static gdelta_status encode_maps(const gdelta_shape *shape, const gdelta_mapped 
     return status;
 }
 
-/* What prepare leaves for the kernels after it. */
 static gdelta_hopper_work chunk_work(const gdelta_shape *shape, const gdelta_workspace_table *table,
                                      const gdelta_buffers *buffers) {
     gdelta_hopper_work work = {
-        .t = at(buffers, table->t),
-        .p = at(buffers, table->p),
         .rows = at(buffers, table->rows),
         .choice = {.split_v = 1, .segments = 1},
     };
@@ -134,7 +131,11 @@ static bool hopper_backward_fits(const gdelta_backward_call *call, char *why, si
 static gdelta_status run_hopper_forward(const gdelta_plan *plan, const gdelta_forward_call *call,
                                         const gdelta_buffers *buffers, gdelta_stream stream) {
     gdelta_hopper_work work = chunk_work(&call->shape, &plan->forward, buffers);
-    work.choice.split_v = plan->split_v;
+    work.choice = plan->choice;
+    work.x = at(buffers, plan->forward.x);
+    work.z = at(buffers, plan->forward.z);
+    work.m = at(buffers, plan->forward.m);
+    work.n = at(buffers, plan->forward.n);
     gdelta_hopper_maps maps = {.has_o = 0};
     gdelta_mapped tensors[kMaps];
     find_mapped(&call->shape, &call->in, "o", &call->o, tensors);
@@ -162,6 +163,8 @@ static gdelta_status run_hopper_backward(const gdelta_plan *plan, const gdelta_b
         .y = at(buffers, table->y),
         .multiprocessors = plan->multiprocessors,
     };
+    work.chunk.t = at(buffers, table->t);
+    work.chunk.p = at(buffers, table->p);
     work.chunk.l = at(buffers, table->l);
     if (call->da_log.data || call->ddt_bias.data) work.parameters = at(buffers, table->parameters);
     gdelta_hopper_backward_maps maps = {0};

@@ -543,8 +543,8 @@ gdelta_status gdelta_validate_forward(const gdelta_problem *problem, const gdelt
     TRY(check_tensor(&c, "o", &a->o, shape->heads_o, shape->dim_v, io, or_fp32(io), kOutput, &call->o));
     TRY(check_final(&c, "final_state", &a->final_state, &call->in, &call->final));
     TRY(check_checkpoints(&c, &a->checkpoints, a->checkpoint_interval, call));
-    REQUIRE(call->o.data || call->final.data || call->checkpoints.data || shape->rows == 0,
-            "o.data, final_state.data and checkpoints.data are NULL; forward has nothing to write");
+    REQUIRE(call->o.data || call->final.data || call->checkpoints.data || a->saved || shape->rows == 0,
+            "o.data, final_state.data, checkpoints.data and saved are NULL; forward has nothing to write");
     REQUIRE(a->saved != NULL || a->saved_bytes == 0, "saved_bytes is %zu but saved is NULL", a->saved_bytes);
     REQUIRE(place == GDELTA_PLACE_DEVICE || a->saved == NULL, "saved is %p; the CPU reference saves nothing", a->saved);
     return GDELTA_OK;

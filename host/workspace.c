@@ -30,17 +30,26 @@ static size_t chunk_count(const gdelta_shape *shape) {
     return (size_t)gdelta_chunk_capacity(shape->sequences, shape->tokens, shape->rows, shape->packed);
 }
 
-/* What prepare leaves for the kernels after it. */
-static void take_chunks(const gdelta_shape *shape, gdelta_workspace_table *table) {
-    size_t chunks = chunk_count(shape);
-    table->t = take(&table->bytes, chunks * (size_t)shape->heads_o * kHopperTileBytes);
-    table->p = take(&table->bytes, chunks * (size_t)shape->heads_q * kHopperTileBytes);
-    table->rows = take(&table->bytes, chunks * (size_t)shape->heads_o * kHopperRowFloats * sizeof(float));
+static size_t rows_bytes(const gdelta_shape *shape) {
+    return chunk_count(shape) * (size_t)shape->heads_o * kHopperRowFloats * sizeof(float);
 }
 
-void gdelta_workspace_hopper_forward(const gdelta_shape *shape, gdelta_workspace_table *table) {
+int64_t gdelta_summary_room(const gdelta_shape *shape, int32_t multiprocessors) {
+    int64_t jobs = shape->sequences * shape->heads_o, most = 2 * (int64_t)multiprocessors;
+    int64_t segments = shape->tokens / (kChunk * kHopperSegmentChunks);
+    if (segments > kHopperMostSegments) segments = kHopperMostSegments;
+    if (segments <= 1 || jobs == 0) return 0;
+    return segments - 1 < most / jobs ? jobs * (segments - 1) : most;
+}
+
+void gdelta_workspace_hopper_forward(const gdelta_shape *shape, int64_t summaries, gdelta_workspace_table *table) {
+    size_t chunk_heads = chunk_count(shape) * (size_t)shape->heads_o;
     gdelta_workspace_forward(shape, table);
-    take_chunks(shape, table);
+    table->rows = take(&table->bytes, rows_bytes(shape));
+    table->x = take(&table->bytes, chunk_heads * (size_t)(shape->dim_k / kChunk) * kHopperTileBytes);
+    table->z = take(&table->bytes, chunk_heads * kHopperTileBytes);
+    table->m = take(&table->bytes, (size_t)summaries * (size_t)shape->dim_k * (size_t)shape->dim_k * sizeof(float));
+    table->n = take(&table->bytes, (size_t)summaries * (size_t)shape->dim_k * (size_t)shape->dim_v * sizeof(float));
 }
 
 void gdelta_workspace_backward(const gdelta_shape *shape, bool own_checkpoints, gdelta_workspace_table *table) {
@@ -64,7 +73,9 @@ void gdelta_workspace_hopper_backward(const gdelta_shape *shape, gdelta_workspac
     size_t values = kChunk * (size_t)shape->dim_v * kElementBytes;
     table->bytes = table->malformed;
     take(&table->bytes, malformed_bytes(shape));
-    take_chunks(shape, table);
+    table->rows = take(&table->bytes, rows_bytes(shape));
+    table->t = take(&table->bytes, chunk_heads * kHopperTileBytes);
+    table->p = take(&table->bytes, chunk_count(shape) * (size_t)shape->heads_q * kHopperTileBytes);
     table->l = take(&table->bytes, chunk_count(shape) * (size_t)shape->heads_q * kHopperTileBytes);
     table->s = take(&table->bytes, chunk_heads * state);
     table->ds = take(&table->bytes, chunk_heads * state);

@@ -12,15 +12,17 @@ enum { kWorkspaceAlignment = 256 };
 typedef struct gdelta_workspace_table {
     size_t malformed;
     size_t checkpoints, dq, dk, dv, ddecay, dbeta; /* recurrent backward */
-    size_t t, p, rows;                             /* hopper */
-    size_t l, s, ds, w, y, parameters;             /* hopper backward */
+    size_t rows, x, z, m, n;                       /* hopper */
+    size_t t, p, l, s, ds, w, y, parameters;       /* hopper backward */
     size_t bytes;
 } gdelta_workspace_table;
 
 /* Of the recurrent engine, for forward and step. */
 void gdelta_workspace_forward(const gdelta_shape *shape, gdelta_workspace_table *table);
 /* Holds what gdelta_workspace_forward asks for too, at the same place: a call may fall back to that engine. */
-void gdelta_workspace_hopper_forward(const gdelta_shape *shape, gdelta_workspace_table *table);
+void gdelta_workspace_hopper_forward(const gdelta_shape *shape, int64_t summaries, gdelta_workspace_table *table);
+/* Segments whose summaries have room, of all sequences and output heads together. Never less for a larger problem. */
+int64_t gdelta_summary_room(const gdelta_shape *shape, int32_t multiprocessors);
 /* Of the recurrent engine. `own_checkpoints`: backward makes the states itself, for forward saved none. */
 void gdelta_workspace_backward(const gdelta_shape *shape, bool own_checkpoints, gdelta_workspace_table *table);
 /* Adds the hopper engine's needs to a table of the recurrent engine's, in the same bytes: a call uses one or the other.

@@ -83,7 +83,24 @@ enum {
 
     /* Five numbers a token, one more a chunk, padded to 16 bytes. */
     kHopperRowFloats = 5 * kChunk + 4,
-    kHopperTileBytes = kChunk * kChunk * 2
+    kHopperTileBytes = kChunk * kChunk * 2,
+    kHopperPrepareHeads = 8, /* output heads of one block of prepare */
+
+    /* Segments of a sequence at most, and chunks of one at least: so summaries stay below 12 KiB a token at 48 heads.
+     */
+    kHopperMostSegments = 32,
+    kHopperSegmentChunks = 8,
+
+    /* What a chunk takes, nanoseconds on an H200 (bench/NOTES.md): in a block of scan that has 128 columns of V, or 64;
+     * in a block of summary, alone on its multiprocessor or one of two. Then a segment in merge, and the two kernels'
+     * launches. The plan weighs them, no more: 16/32, 1 x 32768 predicts 552 us for two segments and 563 for one;
+     * measured 557 and 590. */
+    kHopperChunkNs2 = 1900,
+    kHopperChunkNs1 = 1100,
+    kHopperSummaryNs1 = 1050,
+    kHopperSummaryNs2 = 1300,
+    kHopperMergeNs = 3500,
+    kHopperSegmentsNs = 6000
 };
 
 GDELTA_INLINE int gdelta_is_hopper_dim(int32_t dim) {

@@ -35,22 +35,17 @@ int gdelta_launch_recurrent_backward(const gdelta_backward_call *call, const gde
 
 /* ---- Hopper engine ---- */
 
-/* What the plan chose for a chunked forward. */
-typedef struct gdelta_hopper_choice {
-    int32_t split_v;  /* blocks along V: 1, or 2 where one block a head would leave multiprocessors idle */
-    int32_t segments; /* pieces that every sequence is cut into; 1: none */
-} gdelta_hopper_choice;
-
 /* Scratch in device memory, from `prepare` (token-parallel) to `scan` (along the tokens). chunks =
  * gdelta_chunk_capacity. Tiles are 64 x 64 in the problem's type, 8192 bytes, in the order that the tensor cores read.
  */
 typedef struct gdelta_hopper_work {
     int32_t *malformed; /* [1], as in gdelta_recurrent_work */
-    void *t;            /* [chunks, HO] tiles: the inverse T of each chunk */
-    void *p;            /* [chunks, HQ] tiles: lower(Q K^T) */
     float *rows;        /* [chunks, HO, kHopperRowFloats]: what gate, beta and norm make of each token */
+    void *x, *z;        /* forward. [chunks, HO, 64, K] and [chunks, HO] tiles, as prepare.cu says */
+    float *m, *n;       /* forward with segments. [N HO, segments - 1, K, K] and [.., V, K], as scan.cu says */
+    void *t;            /* backward, all three or none. [chunks, HO] tiles: the inverse T of each chunk */
+    void *p, *l;        /* [chunks, HQ] tiles: lower(Q K^T) and strictly_lower(K K^T) */
     gdelta_hopper_choice choice;
-    void *l; /* [chunks, HQ] tiles: strictly_lower(K K^T). NULL: not wanted; backward needs it */
 } gdelta_hopper_work;
 
 /* The tensors as the copy engine sees them: boxes of 64 tokens by 64 elements by dim / 64. `o` only if has_o: absent or

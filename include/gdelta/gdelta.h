@@ -149,9 +149,10 @@ enum {
  * or v: it needs 16-bit elements, data aligned to 16 bytes and strides that are multiples of 8 elements; and where
  * checkpoints or states for backward are wanted. HOPPER by name refuses such calls.
  *
- * The hopper engine's backward must be asked for by name, for it is new: its kernels have been checked on a GPU by
- * themselves, not yet through this library. It refuses what the copy engine cannot take of q, k, v and d_o, and
- * GDELTA_GATE_LINEAR where dg is wanted: a decay next to 0 has a gradient that it cannot tell from its roundings. */
+ * The hopper engine's backward must be asked for by name: dg and dbeta of short sequences and strong gates may differ
+ * from the exact ones by 2e-2 of their length, and in fp16 gradients below 1e-7 are lost. It refuses what the copy
+ * engine cannot take of q, k, v and d_o, and GDELTA_GATE_LINEAR where dg is wanted: a decay next to 0 has a gradient
+ * that it cannot tell from its roundings. */
 typedef int32_t gdelta_engine;
 enum {
     GDELTA_ENGINE_AUTO = 0,
@@ -382,7 +383,9 @@ typedef struct gdelta_backward_args {
     uint32_t flags;       /* GDELTA_BACKWARD_*, or 0 */
 
     gdelta_tensor q, k, v, g, beta, a_log, dt_bias; /* as given to forward */
-    gdelta_state initial_state;                     /* as given to forward; a skipped sequence has zero gradients */
+    gdelta_state initial_state;                     /* as given to forward; a skipped sequence has zero gradients. One
+                                                       that forward skipped for its final slot alone has no saved
+                                                       states: its gradients are undefined */
     const uint8_t *has_initial_state;
     gdelta_index cu_seqlens;
 

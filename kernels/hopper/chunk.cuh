@@ -22,10 +22,10 @@ struct Range<__half> {
 // gates from the chunk's first token on.
 enum RowTable {
     kRowGates = 0,     // for each pair of tokens: beta, beta, beta e r_k, beta e r_k. 128 floats
-    kRowOutput = 128,  // scale e r_q
-    kRowNorm = 192,    // r_k
-    kRowLog = 256,     // log2 e
-    kRowDecay = 320    // one float: exp(G_last)
+    kRowDecay = 128,   // one float: exp(G_last)
+    kRowOutput = 132,  // scale e r_q
+    kRowNorm = 196,    // r_k
+    kRowLog = 260      // log2 e
 };
 
 // Chunk number of the c-th chunk of a sequence.
