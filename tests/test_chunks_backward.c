@@ -16,6 +16,7 @@ static test_case base_case(int64_t tokens) {
                        .dim_k = 128,
                        .dim_v = 128,
                        .out_dtype = GDELTA_DTYPE_FP32,
+                       .chunked_backward = true,
                        .l2norm = GDELTA_L2NORM_ADD_EPS};
 }
 

@@ -78,19 +78,32 @@ static size_t chunks_of(const gdelta_problem *p) {
     return (size_t)(thd ? p->total_tokens / 64 + p->sequences : p->batch * ((p->tokens + 63) / 64));
 }
 
-/* Hopper forward: two sets of tiles of 64 x 64 elements of 16 bits, one for each chunk of 64 tokens and output head,
- * one for each and query head; and 324 floats. Packed sequences may all end within a chunk. */
-static size_t hopper_bytes(const gdelta_problem *p, size_t heads) {
-    size_t chunks = chunks_of(p);
-    return padded(chunks * heads * 8192) + padded(chunks * (size_t)p->heads_q * 8192) +
-           padded(chunks * heads * 324 * 4);
+/* The row table: 324 floats for each chunk of 64 tokens and output head. Packed sequences may all end within a chunk.
+ */
+static size_t row_bytes(const gdelta_problem *p, size_t heads) {
+    return padded(chunks_of(p) * heads * 324 * 4);
 }
 
-/* Backward besides: more tiles for each query head, and for each output head two states and two sets of rows of V of 16
- * bits, and of fused gates two doubles. */
+/* Hopper forward: for each chunk and output head 64 rows of K and 64 of 64 elements of 16 bits; and summaries, [K, K]
+ * and [K, V] of fp32, of all but one segment of a sequence, 512 tokens at least and 32 segments at most, but no more
+ * than two a multiprocessor in all. */
+static size_t hopper_bytes(const gdelta_problem *p, size_t heads) {
+    size_t chunk_heads = chunks_of(p) * heads, k = (size_t)p->dim_k, v = (size_t)p->dim_v;
+    bool thd = p->layout == GDELTA_LAYOUT_THD;
+    size_t longest = (size_t)(p->tokens ? p->tokens : p->total_tokens), segments = longest / 512;
+    size_t jobs = (size_t)(thd ? p->sequences : p->batch) * heads, most = 2 * (size_t)p->multiprocessors;
+    if (segments > 32) segments = 32;
+    if (segments < 1 || (p->flags & GDELTA_FLAG_BATCH_INVARIANT)) segments = 1;
+    size_t summaries = jobs * (segments - 1) < most ? jobs * (segments - 1) : most;
+    return row_bytes(p, heads) + padded(chunk_heads * 64 * k * 2) + padded(chunk_heads * 8192) +
+           padded(summaries * k * k * 4) + padded(summaries * k * v * 4);
+}
+
+/* Backward: the row table, tiles of 64 x 64, one for each output head and two for each query head, and for each output
+ * head two states and two sets of rows of V of 16 bits, and of fused gates two doubles. */
 static size_t hopper_backward_bytes(const gdelta_problem *p, size_t heads) {
     size_t chunks = chunks_of(p), k = (size_t)p->dim_k, v = (size_t)p->dim_v;
-    return hopper_bytes(p, heads) + padded(chunks * (size_t)p->heads_q * 8192) +
+    return row_bytes(p, heads) + padded(chunks * heads * 8192) + 2 * padded(chunks * (size_t)p->heads_q * 8192) +
            2 * padded(chunks * heads * k * v * 2) + 2 * padded(chunks * heads * 64 * v * 2) +
            (p->gate == GDELTA_GATE_SOFTPLUS ? padded(chunks * heads * 16) : 0);
 }
@@ -510,9 +523,24 @@ Test(plan, few_heads_are_split) {
         if (variant == 2) p.dim_v = 64;
         if (variant == 3) p.flags = GDELTA_FLAG_BATCH_INVARIANT;
         describe(&p, line);
-        cr_expect_not_null(strstr(line, variant == 0 ? ", split_v 2, blocks 128 forward" : ", split_v 1, "), "'%s'",
-                           line);
+        cr_expect_not_null(strstr(line, variant == 0 ? ", split_v 2, segments 1, blocks 128 forward" : ", split_v 1, "),
+                           "'%s'", line);
     }
+}
+
+/* Long texts of few heads are cut where that is faster, but where batches may change nothing. */
+Test(plan, long_texts_of_few_heads_are_cut) {
+    char line[kLine];
+    gdelta_problem p = dense(1, 32768);
+    describe(&p, line);
+    cr_expect_not_null(strstr(line, "segments "), "'%s'", line);
+    cr_expect_null(strstr(line, "segments 1,"), "'%s'", line);
+    p.flags = GDELTA_FLAG_BATCH_INVARIANT;
+    describe(&p, line);
+    cr_expect_not_null(strstr(line, "segments 1,"), "'%s'", line);
+    p = dense(132, 32768);
+    describe(&p, line);
+    cr_expect_not_null(strstr(line, "segments 1,"), "'%s'", line);
 }
 
 #else
