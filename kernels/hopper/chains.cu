@@ -384,19 +384,6 @@ __device__ __forceinline__ void Chain<T, PanelsK, Halves, Reverse>::copy() const
 
 // ---- Chains ----
 
-// f(i, offset): element i of a lane's fragment of S^T and its offset in the state's memory.
-template <int PanelsK, typename F>
-__device__ __forceinline__ void for_state(const gdelta_state_view &view, int dim_v, int column, F f) {
-    const Lane p = lane_of_warpgroup();
-    constexpr int kDim = 64 * PanelsK;
-    int along_k = view.order == GDELTA_STATE_VK ? 1 : dim_v, along_v = view.order == GDELTA_STATE_VK ? kDim : 1;
-#pragma unroll
-    for (int i = 0; i < 32 * PanelsK; ++i) {
-        int k = i / 4 * 8 + p.column + i % 2, v = column + p.row + 8 * (i / 2 % 2);
-        f(i, k * along_k + v * along_v);
-    }
-}
-
 // `offset` -1: zeros.
 template <int PanelsK>
 __device__ __forceinline__ void load_state(const gdelta_state_view &view, int64_t offset, int dim_v, int column,

@@ -23,7 +23,7 @@
 // were a sequence. Exact: no gate is cut.
 //
 // Precision: S, sums, row table in fp32; S, W rounded once to T as operands (Range in chunk.cuh keeps fp16 finite).
-#include "kernels/hopper/chunk.cuh"
+#include "kernels/hopper/ring.cuh"
 #include "kernels/ptx/bulk.cuh"
 
 namespace gdelta {
@@ -86,26 +86,6 @@ __host__ __device__ inline int segment_blocks(const gdelta_shape &shape, const g
 constexpr int kLoaderRegisters = 40, kChainRegisters1 = 240, kOutputRegisters1 = 112, kChainRegisters2 = 168,
               kOutputRegisters2 = 136, kSummaryRegisters = 216;
 
-// Where chunk c is in a ring: its slot, and the parity of the slot's phase.
-template <int Stages>
-__device__ __forceinline__ int ring_slot(int c) {
-    static_assert((Stages & (Stages - 1)) == 0, "");
-    return c % Stages;
-}
-template <int Stages>
-__device__ __forceinline__ uint32_t ring_parity(int c) {
-    return c / Stages & 1;
-}
-
-// Elements of a transposed block whose token is not below `count` become 0, be they NaN. `token`: of the lane's first.
-__device__ __forceinline__ void mask_tokens(uint32_t (&f)[4], int token, int count) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-        int at = token + i / 2 * 8;
-        f[i] &= (at < count ? 0xffffu : 0u) | (at + 1 < count ? 0xffff0000u : 0u);
-    }
-}
-
 // What every role of a block knows. c counts the chunks of the block's segment.
 template <typename T, int PanelsK, int Halves, bool Summary>
 struct Scan {
@@ -139,20 +119,6 @@ struct Scan {
     static __device__ __forceinline__ void load(void *to, const void *from, uint32_t bytes, uint64_t &barrier,
                                                 uint64_t policy) {
         bulk_load(shared_address(to), from, bytes, shared_address(&barrier), policy);
-    }
-    static __device__ __forceinline__ void wait(uint64_t &barrier, uint32_t parity) {
-        mbarrier_wait(shared_address(&barrier), parity);
-    }
-    // This warp has read, and what it read may be overwritten; or it wrote, and the reader fences.
-    static __device__ __forceinline__ void release(uint64_t &barrier) {
-        __syncwarp();
-        if (threadIdx.x % 32 == 0) mbarrier_arrive(shared_address(&barrier));
-    }
-    // Waits for what another warpgroup wrote, and readies it for this one's tensor cores: the writer has no time for
-    // the fence.
-    static __device__ __forceinline__ void acquire(uint64_t &barrier, uint32_t parity) {
-        wait(barrier, parity);
-        fence_async_shared();
     }
 
     template <typename F>
@@ -339,19 +305,6 @@ __device__ __forceinline__ void Scan<T, PanelsK, Halves, Summary>::output(int tu
 }
 
 // ---- Chain: S ----
-
-// f(i, offset): element i of a lane's fragment of S^T and its offset in the state's memory.
-template <int PanelsK, typename F>
-__device__ __forceinline__ void for_state(const gdelta_state_view &view, int dim_v, int column, F f) {
-    const Lane p = lane_of_warpgroup();
-    constexpr int kDim = 64 * PanelsK;
-    int along_k = view.order == GDELTA_STATE_VK ? 1 : dim_v, along_v = view.order == GDELTA_STATE_VK ? kDim : 1;
-#pragma unroll
-    for (int i = 0; i < 32 * PanelsK; ++i) {
-        int k = i / 4 * 8 + p.column + i % 2, v = column + p.row + 8 * (i / 2 % 2);
-        f(i, k * along_k + v * along_v);
-    }
-}
 
 // A segment's N, [V, K], or M transposed, [K, K].
 template <typename T, int PanelsK, int Halves, bool Summary>

@@ -1,0 +1,71 @@
+// What warpgroups that pass tiles on to each other share: rings of shared memory, hand-over by barriers, rows past the
+// end, a state's fragments in memory.
+#pragma once
+
+#include "kernels/hopper/chunk.cuh"
+
+namespace gdelta {
+
+// Where turn i of a ring is: its slot, and the parity of the slot's phase. Rings of two powers follow from i alone,
+// which saves their registers.
+template <int Stages>
+__device__ __forceinline__ int ring_slot(int i) {
+    static_assert((Stages & (Stages - 1)) == 0, "");
+    return i % Stages;
+}
+template <int Stages>
+__device__ __forceinline__ uint32_t ring_parity(int i) {
+    return i / Stages & 1;
+}
+
+template <int Stages>
+struct Position {
+    int slot = 0;
+    uint32_t parity = 0;
+    __device__ __forceinline__ void next() {
+        if (++slot == Stages) slot = 0, parity ^= 1;
+    }
+};
+
+__device__ __forceinline__ void wait(uint64_t &barrier, uint32_t parity) {
+    mbarrier_wait(shared_address(&barrier), parity);
+}
+// What this warp wrote to shared memory is ready for tensor cores and bulk copies; `barrier` counts warps.
+__device__ __forceinline__ void publish(uint64_t &barrier) {
+    fence_async_shared();
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) mbarrier_arrive(shared_address(&barrier));
+}
+// This warp has read, and what it read may be overwritten; or it wrote, and the reader fences (acquire).
+__device__ __forceinline__ void release(uint64_t &barrier) {
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) mbarrier_arrive(shared_address(&barrier));
+}
+__device__ __forceinline__ void acquire(uint64_t &barrier, uint32_t parity) {
+    wait(barrier, parity);
+    fence_async_shared();
+}
+
+// Elements of a transposed block whose token is not below `count` become 0, be they NaN. `token`: of the lane's first.
+__device__ __forceinline__ void mask_tokens(uint32_t (&f)[4], int token, int count) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        int at = token + i / 2 * 8;
+        f[i] &= (at < count ? 0xffffu : 0u) | (at + 1 < count ? 0xffff0000u : 0u);
+    }
+}
+
+// f(i, offset): element i of a lane's fragment of S^T and its offset in the state's memory.
+template <int PanelsK, typename F>
+__device__ __forceinline__ void for_state(const gdelta_state_view &view, int dim_v, int column, F f) {
+    const Lane p = lane_of_warpgroup();
+    constexpr int kDim = 64 * PanelsK;
+    int along_k = view.order == GDELTA_STATE_VK ? 1 : dim_v, along_v = view.order == GDELTA_STATE_VK ? kDim : 1;
+#pragma unroll
+    for (int i = 0; i < 32 * PanelsK; ++i) {
+        int k = i / 4 * 8 + p.column + i % 2, v = column + p.row + 8 * (i / 2 % 2);
+        f(i, k * along_k + v * along_v);
+    }
+}
+
+}  // namespace gdelta
