@@ -48,7 +48,7 @@ typedef struct gdelta_hopper_work {
     gdelta_hopper_choice choice;
 } gdelta_hopper_work;
 
-/* The tensors as the copy engine sees them: boxes of 64 tokens by 64 elements by dim / 64. `o` only if has_o: absent or
+/* The tensors as the copy engine sees them: boxes of 64 tokens by 64 elements. `o` only if has_o: absent or
  * unaligned outputs and those in another type are stored without it. */
 typedef struct gdelta_hopper_maps {
     gdelta_tensor_map q, k, v, o;

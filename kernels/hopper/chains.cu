@@ -29,6 +29,7 @@
 // Precision: states, sums, row table in fp32; all operands rounded once to T. fp16 keeps S, W, w and dS' 16 times
 // smaller, X 16 times larger (Range in chunk.cuh); y and Z are what they are.
 #include "kernels/hopper/backward.cuh"
+#include "kernels/hopper/launch.cuh"
 #include "kernels/ptx/bulk.cuh"
 
 namespace gdelta {
@@ -399,12 +400,6 @@ __device__ __forceinline__ void load_state(const gdelta_state_view &view, int64_
     });
 }
 
-template <typename T, int N>
-__device__ __forceinline__ void pack_state(const float (&s)[2 * N], uint32_t (&a)[N]) {
-#pragma unroll
-    for (int i = 0; i < N; ++i) a[i] = pack<T>(Range<T>::kDown * s[2 * i], Range<T>::kDown * s[2 * i + 1]);
-}
-
 // The chains are the last to read K, V or dO, rows, and in reverse Q and Z; a warp each fetches those of later chunks.
 template <typename T, int PanelsK, int Halves, bool Reverse>
 __device__ __forceinline__ void Chain<T, PanelsK, Halves, Reverse>::refill(int i, Position<Shared::kStagesK> k,
@@ -461,11 +456,7 @@ __device__ __forceinline__ void Chain<T, PanelsK, Halves, Reverse>::states(int h
         }
         wgmma_commit();
         wait(shared.s_empty[0], i & 1 ^ 1);
-#pragma unroll
-        for (int b = 0; b < 4 * PanelsK; ++b) {
-            stmatrix_x4(block_at(tile_s + b / 4 * kPanelBytes, p, b % 4), a[4 * b], a[4 * b + 1], a[4 * b + 2],
-                        a[4 * b + 3]);
-        }
+        put_blocks(tile_s, p, a);
         release(shared.s_full[0]);
         wait(shared.r_full[slot_r], ring_parity<Shared::kStagesR>(i));
         float decay = table[kRowDecay];
@@ -473,10 +464,7 @@ __device__ __forceinline__ void Chain<T, PanelsK, Halves, Reverse>::states(int h
         for (int e = 0; e < 32 * PanelsK; ++e) s[e] *= decay;
         uint32_t wv[16];
         wait(shared.v_full[slot_v][half], ring_parity<Shared::kStagesV>(i));
-#pragma unroll
-        for (int b = 0; b < 4; ++b) {
-            ldmatrix_x4_trans(block_at_trans(tile_v, p, b), reinterpret_cast<uint32_t(&)[4]>(wv[4 * b]));
-        }
+        get_blocks_trans(tile_v, p, wv);
         release(shared.v_empty[slot_v][half]);
         wgmma_wait<0>();
         wgmma_hold(u);
@@ -513,10 +501,7 @@ __device__ __forceinline__ void Chain<T, PanelsK, Halves, Reverse>::states(int h
         }
         wgmma_commit();
         wait(shared.w_empty[0], i & 1 ^ 1);
-#pragma unroll
-        for (int b = 0; b < 4; ++b) {
-            stmatrix_x4(block_at(tile_w, p, b), wv[4 * b], wv[4 * b + 1], wv[4 * b + 2], wv[4 * b + 3]);
-        }
+        put_blocks(tile_w, p, wv);
         release(shared.w_full[0]);
         refill(i, k, half);
         wgmma_wait<0>();
@@ -578,11 +563,7 @@ __device__ __forceinline__ void Chain<T, PanelsK, Halves, Reverse>::gradients(in
         }
         wgmma_commit();
         wait(shared.s_empty[0], i & 1 ^ 1);
-#pragma unroll
-        for (int b = 0; b < 4 * PanelsK; ++b) {
-            stmatrix_x4(block_at(tile_s + b / 4 * kPanelBytes, p, b % 4), a[4 * b], a[4 * b + 1], a[4 * b + 2],
-                        a[4 * b + 3]);
-        }
+        put_blocks(tile_s, p, a);
         publish(shared.s_full[0]);
         wait(shared.r_full[slot_r], ring_parity<Shared::kStagesR>(i));
         float decay = table[kRowDecay];
@@ -773,34 +754,18 @@ static cudaError_t launch_chains(const gdelta_backward_call &call, const gdelta_
                      kBytes = kStates > kGradients ? kStates : kGradients;
     static_assert(kBytes <= 232448, "227 KB a block");
     const gdelta_shape &shape = call.shape;
-    auto kernel = hopper_chains<T, PanelsK, Halves>;
-    cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
-    if (error != cudaSuccess) return error;
-    cudaLaunchConfig_t config = {};
-    config.gridDim = static_cast<unsigned>(2 * shape.sequences * shape.heads_o * (shape.dim_v / (64 * Halves)));
-    config.blockDim = 128 * (2 + Halves);
-    config.dynamicSmemBytes = kBytes;
-    config.stream = stream;
-    return cudaLaunchKernelEx(&config, kernel, call, work, maps);
+    int64_t blocks = 2 * shape.sequences * shape.heads_o * (shape.dim_v / (64 * Halves));
+    return launch(hopper_chains<T, PanelsK, Halves>, blocks, 128 * (2 + Halves), kBytes, stream, call, work, maps);
 }
 
-template <typename T, int PanelsK>
-static cudaError_t choose_chains(const gdelta_backward_call &call, const gdelta_hopper_backward_work &work,
+cudaError_t launch_hopper_chains(const gdelta_backward_call &call, const gdelta_hopper_backward_work &work,
                                  const gdelta_hopper_backward_maps &maps, gdelta_stream stream) {
-    return call.shape.dim_v / 64 / work.chunk.choice.split_v == 2
-               ? launch_chains<T, PanelsK, 2>(call, work, maps, stream)
-               : launch_chains<T, PanelsK, 1>(call, work, maps, stream);
-}
-
-int launch_hopper_chains(const gdelta_backward_call &call, const gdelta_hopper_backward_work &work,
-                         const gdelta_hopper_backward_maps &maps, gdelta_stream stream) {
-    bool fp16 = call.in.q.dtype == GDELTA_DTYPE_FP16;
-    if (call.shape.dim_k == 128) {
-        return fp16 ? choose_chains<__half, 2>(call, work, maps, stream)
-                    : choose_chains<__nv_bfloat16, 2>(call, work, maps, stream);
-    }
-    return fp16 ? choose_chains<__half, 1>(call, work, maps, stream)
-                : choose_chains<__nv_bfloat16, 1>(call, work, maps, stream);
+    return with_instance(call.shape, call.in, [&](auto *type, auto panels) {
+        using T = std::remove_pointer_t<decltype(type)>;
+        return call.shape.dim_v / 64 / work.chunk.choice.split_v == 2
+                   ? launch_chains<T, panels, 2>(call, work, maps, stream)
+                   : launch_chains<T, panels, 1>(call, work, maps, stream);
+    });
 }
 
 }  // namespace gdelta

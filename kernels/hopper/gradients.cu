@@ -35,7 +35,9 @@
 // Precision: fp32 but for the operands; A1 r_k, A1 r_q, A2 r_k are rounded once to T, with the norm factor of the raw
 // row that they meet.
 #include "kernels/hopper/backward.cuh"
+#include "kernels/hopper/launch.cuh"
 #include "kernels/ptx/bulk.cuh"
+#include "kernels/rule/parameters.cuh"
 
 namespace gdelta {
 
@@ -1027,22 +1029,7 @@ __global__ void __launch_bounds__(kGateThreads)
         sum[0] += work.parameters[2 * (head * chunks + i)];
         sum[1] += work.parameters[2 * (head * chunks + i) + 1];
     }
-    sums[0][threadIdx.x] = sum[0];
-    sums[1][threadIdx.x] = sum[1];
-    for (int half = kGateThreads / 2; half > 0; half /= 2) {
-        __syncthreads();
-        if (static_cast<int>(threadIdx.x) < half) {
-            sums[0][threadIdx.x] += sums[0][threadIdx.x + half];
-            sums[1][threadIdx.x] += sums[1][threadIdx.x + half];
-        }
-    }
-    if (threadIdx.x != 0) return;
-    const gdelta_view *out[2] = {&call.da_log, &call.ddt_bias};
-    for (int i = 0; i < 2; ++i) {
-        if (!out[i]->data) continue;
-        float *at = static_cast<float *>(out[i]->data) + head * out[i]->head;
-        *at = static_cast<float>(sums[i][0] + (call.accumulate_parameters ? *at : 0.0f));
-    }
+    store_parameters(call, head, sum[0], sum[1], sums);
 }
 
 template <typename T, int PanelsK, int PanelsV>
@@ -1053,57 +1040,31 @@ static cudaError_t launch_gradients(const gdelta_backward_call &call, const gdel
     static_assert(kBytes <= 232448, "227 KB a block");
     int64_t chunks = gdelta_chunk_capacity(shape.sequences, shape.tokens, shape.rows, shape.packed);
     int64_t jobs = chunks * shape.heads_k;
-    auto kernel = hopper_gradients<T, PanelsK, PanelsV>;
-    cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
-    if (error != cudaSuccess) return error;
-    cudaLaunchConfig_t config = {};
-    config.stream = stream;
+    cudaError_t error = cudaSuccess;
     if (jobs > 0) {
-        config.gridDim = static_cast<unsigned>(jobs < work.multiprocessors ? jobs : work.multiprocessors);
-        config.blockDim = 512;
-        config.dynamicSmemBytes = kBytes;
-        error = cudaLaunchKernelEx(&config, kernel, call, work, maps, chunks);
+        error = launch(hopper_gradients<T, PanelsK, PanelsV>, jobs < work.multiprocessors ? jobs : work.multiprocessors,
+                       512, kBytes, stream, call, work, maps, chunks);
     }
     if (error != cudaSuccess || !work.parameters) return error;
-    config.gridDim = static_cast<unsigned>(shape.heads_o);
-    config.blockDim = kGateThreads;
-    config.dynamicSmemBytes = 0;
-    return cudaLaunchKernelEx(&config, hopper_sum_parameters, call, work, chunks);
+    return launch(hopper_sum_parameters, shape.heads_o, kGateThreads, 0, stream, call, work, chunks);
 }
-
-template <typename T, int PanelsK>
-static cudaError_t choose_gradients(const gdelta_backward_call &call, const gdelta_hopper_backward_work &work,
-                                    const gdelta_hopper_backward_maps &maps, gdelta_stream stream) {
-    return call.shape.dim_v == 128 ? launch_gradients<T, PanelsK, 2>(call, work, maps, stream)
-                                   : launch_gradients<T, PanelsK, 1>(call, work, maps, stream);
-}
-
-static cudaError_t choose_gradients(const gdelta_backward_call &call, const gdelta_hopper_backward_work &work,
-                                    const gdelta_hopper_backward_maps &maps, gdelta_stream stream) {
-    bool fp16 = call.in.q.dtype == GDELTA_DTYPE_FP16;
-    if (call.shape.dim_k == 128) {
-        return fp16 ? choose_gradients<__half, 2>(call, work, maps, stream)
-                    : choose_gradients<__nv_bfloat16, 2>(call, work, maps, stream);
-    }
-    return fp16 ? choose_gradients<__half, 1>(call, work, maps, stream)
-                : choose_gradients<__nv_bfloat16, 1>(call, work, maps, stream);
-}
-
-int launch_hopper_prepare(const gdelta_forward_call &call, const gdelta_hopper_work &work,
-                          const gdelta_hopper_maps &maps, gdelta_stream stream);
-int launch_hopper_chains(const gdelta_backward_call &call, const gdelta_hopper_backward_work &work,
-                         const gdelta_hopper_backward_maps &maps, gdelta_stream stream);
 
 }  // namespace gdelta
 
 int gdelta_launch_hopper_backward(const gdelta_backward_call *call, const gdelta_hopper_backward_work *work,
                                   const gdelta_hopper_backward_maps *maps, gdelta_stream stream) {
+    using namespace gdelta;
     gdelta_forward_call forward = {};
     forward.shape = call->shape;
     forward.in = call->in;
     gdelta_hopper_maps forward_maps = {maps->q, maps->k, {}, {}, 0};
-    int error = gdelta::launch_check(call->shape, call->in, work->chunk.malformed, stream);
-    if (error == cudaSuccess) error = gdelta::launch_hopper_prepare(forward, work->chunk, forward_maps, stream);
-    if (error == cudaSuccess) error = gdelta::launch_hopper_chains(*call, *work, *maps, stream);
-    return error == cudaSuccess ? gdelta::choose_gradients(*call, *work, *maps, stream) : error;
+    cudaError_t error = static_cast<cudaError_t>(launch_check(call->shape, call->in, work->chunk.malformed, stream));
+    if (error == cudaSuccess) error = launch_hopper_prepare(forward, work->chunk, forward_maps, stream);
+    if (error == cudaSuccess) error = launch_hopper_chains(*call, *work, *maps, stream);
+    if (error != cudaSuccess) return error;
+    return with_instance(call->shape, call->in, [&](auto *type, auto panels) {
+        using T = std::remove_pointer_t<decltype(type)>;
+        return call->shape.dim_v == 128 ? launch_gradients<T, panels, 2>(*call, *work, *maps, stream)
+                                        : launch_gradients<T, panels, 1>(*call, *work, *maps, stream);
+    });
 }

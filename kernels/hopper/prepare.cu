@@ -14,6 +14,7 @@
 // heads in turn. K K^T and Q K^T are made once a block. Products of 16-bit operands in fp32; the inverse as
 // rule/inverse.cuh says.
 #include "kernels/hopper/chunk.cuh"
+#include "kernels/hopper/launch.cuh"
 #include "kernels/ptx/bulk.cuh"
 #include "kernels/rule/inverse.cuh"
 
@@ -341,35 +342,20 @@ __global__ void __launch_bounds__(128, 4)
     if (threadIdx.x == 0) bulk_wait<0>();
 }
 
-template <typename T, int PanelsK>
-static cudaError_t launch_prepare(const gdelta_forward_call &call, const gdelta_hopper_work &work,
+cudaError_t launch_hopper_prepare(const gdelta_forward_call &call, const gdelta_hopper_work &work,
                                   const gdelta_hopper_maps &maps, gdelta_stream stream) {
     const gdelta_shape &shape = call.shape;
     int64_t chunks = gdelta_chunk_capacity(shape.sequences, shape.tokens, shape.rows, shape.packed);
     if (chunks == 0) return cudaSuccess;
-    auto kernel = work.l ? hopper_prepare<T, PanelsK, true> : hopper_prepare<T, PanelsK, false>;
-    int bytes = sizeof(PrepareShared<PanelsK>);
-    static_assert(sizeof(PrepareShared<PanelsK>) <= 228 * 1024 / 4 - 1024, "four blocks a multiprocessor");
-    cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
-    if (error != cudaSuccess) return error;
-    cudaLaunchConfig_t config = {};
     int group = shape.heads_o / shape.heads_q, batches = (group + kHopperPrepareHeads - 1) / kHopperPrepareHeads;
-    config.gridDim = static_cast<unsigned>(chunks * shape.heads_q * batches);
-    config.blockDim = 128;
-    config.dynamicSmemBytes = static_cast<size_t>(bytes);
-    config.stream = stream;
-    return cudaLaunchKernelEx(&config, kernel, shape, call.in, work, maps.k, maps.q);
-}
-
-int launch_hopper_prepare(const gdelta_forward_call &call, const gdelta_hopper_work &work,
-                          const gdelta_hopper_maps &maps, gdelta_stream stream) {
-    bool fp16 = call.in.q.dtype == GDELTA_DTYPE_FP16;
-    if (call.shape.dim_k == 128) {
-        return fp16 ? launch_prepare<__half, 2>(call, work, maps, stream)
-                    : launch_prepare<__nv_bfloat16, 2>(call, work, maps, stream);
-    }
-    return fp16 ? launch_prepare<__half, 1>(call, work, maps, stream)
-                : launch_prepare<__nv_bfloat16, 1>(call, work, maps, stream);
+    return with_instance(shape, call.in, [&](auto *type, auto panels) {
+        using T = std::remove_pointer_t<decltype(type)>;
+        constexpr size_t kBytes = sizeof(PrepareShared<panels>);
+        static_assert(kBytes <= 228 * 1024 / 4 - 1024, "four blocks a multiprocessor");
+        auto kernel = work.l ? hopper_prepare<T, panels, true> : hopper_prepare<T, panels, false>;
+        return launch(kernel, chunks * shape.heads_q * batches, 128, kBytes, stream, shape, call.in, work, maps.k,
+                      maps.q);
+    });
 }
 
 }  // namespace gdelta

@@ -68,4 +68,28 @@ __device__ __forceinline__ void for_state(const gdelta_state_view &view, int dim
     }
 }
 
+// S as operand.
+template <typename T, int N>
+__device__ __forceinline__ void pack_state(const float (&s)[2 * N], uint32_t (&a)[N]) {
+#pragma unroll
+    for (int i = 0; i < N; ++i) a[i] = pack<T>(Range<T>::kDown * s[2 * i], Range<T>::kDown * s[2 * i + 1]);
+}
+
+// Fragments of a warp's 16 rows, in blocks of 16 columns, to the panels from `tile` on, `next` bytes apart.
+template <int N>
+__device__ __forceinline__ void put_blocks(uint32_t tile, Lane p, const uint32_t (&f)[N], uint32_t next = kPanelBytes) {
+#pragma unroll
+    for (int b = 0; b < N / 4; ++b) {
+        stmatrix_x4(block_at(tile + b / 4 * next, p, b % 4), f[4 * b], f[4 * b + 1], f[4 * b + 2], f[4 * b + 3]);
+    }
+}
+
+// Those of a panel's transpose.
+__device__ __forceinline__ void get_blocks_trans(uint32_t panel, Lane p, uint32_t (&f)[16]) {
+#pragma unroll
+    for (int b = 0; b < 4; ++b) {
+        ldmatrix_x4_trans(block_at_trans(panel, p, b), reinterpret_cast<uint32_t(&)[4]>(f[4 * b]));
+    }
+}
+
 }  // namespace gdelta

@@ -23,6 +23,7 @@
 // were a sequence. Exact: no gate is cut.
 //
 // Precision: S, sums, row table in fp32; S, W rounded once to T as operands (Range in chunk.cuh keeps fp16 finite).
+#include "kernels/hopper/launch.cuh"
 #include "kernels/hopper/ring.cuh"
 #include "kernels/ptx/bulk.cuh"
 
@@ -270,11 +271,7 @@ __device__ __forceinline__ void Scan<T, PanelsK, Halves, Summary>::output(int tu
         uint32_t tile_o = shared_address(out.o[turn]);
         if (leader) bulk_wait_read<0>();  // the last O has left its tile
         named_barrier(1 + turn, 128);
-#pragma unroll
-        for (int b = 0; b < 4 * Halves; ++b) {
-            stmatrix_x4(block_at(tile_o + b / 4 * kPanelBytes, p, b % 4), rounded[4 * b], rounded[4 * b + 1],
-                        rounded[4 * b + 2], rounded[4 * b + 3]);
-        }
+        put_blocks(tile_o, p, rounded);
         fence_async_shared();
         named_barrier(1 + turn, 128);
         if (leader) {
@@ -369,10 +366,7 @@ __device__ __forceinline__ void Scan<T, PanelsK, Halves, Summary>::chain(int hal
     float s[32 * PanelsK];
     uint32_t a[16 * PanelsK];
     load_state(s, column);
-#pragma unroll
-    for (int i = 0; i < 16 * PanelsK; ++i) {
-        a[i] = pack<T>(Range<T>::kDown * s[2 * i], Range<T>::kDown * s[2 * i + 1]);
-    }
+    pack_state<T>(s, a);
     for (int c = 0; c < chunks; ++c) {
         const Lane p = lane_of_warpgroup(opaque(threadIdx.x));  // addresses made anew: they do not fit
         int slot = ring_slot<2>(c);
@@ -397,21 +391,14 @@ __device__ __forceinline__ void Scan<T, PanelsK, Halves, Summary>::chain(int hal
             int slot_s = ring_slot<kStagesS>(c);
             uint32_t tile_s = shared_address(out.s[slot_s]) + half * kPanelBytes;
             wait(out.s_empty[slot_s], ring_parity<kStagesS>(c) ^ 1);
-#pragma unroll
-            for (int b = 0; b < 4 * PanelsK; ++b) {
-                stmatrix_x4(block_at(tile_s + b / 4 * Halves * kPanelBytes, p, b % 4), a[4 * b], a[4 * b + 1],
-                            a[4 * b + 2], a[4 * b + 3]);
-            }
+            put_blocks(tile_s, p, a, Halves * kPanelBytes);
             release(out.s_full[slot_s]);
         }
         float decay = table[kRowDecay];
 #pragma unroll
         for (int i = 0; i < 32 * PanelsK; ++i) s[i] *= decay;
         uint32_t w[16];
-#pragma unroll
-        for (int b = 0; b < 4; ++b) {
-            ldmatrix_x4_trans(block_at_trans(tile_v, p, b), reinterpret_cast<uint32_t(&)[4]>(w[4 * b]));
-        }
+        get_blocks_trans(tile_v, p, w);
         // W = beta V - beta e r_k U; columns of tokens past the end are 0 whatever V and K held there.
         constexpr bool kAhead = Halves == 1;  // registers for beta V and beta e r_k before U is there
         float value[kAhead ? 32 : 1], factor[kAhead ? 16 : 1];
@@ -468,19 +455,13 @@ __device__ __forceinline__ void Scan<T, PanelsK, Halves, Summary>::chain(int hal
             int slot_s = ring_slot<kStagesS>(c);
             uint32_t tile_w = shared_address(out.w[slot_s]) + half * kPanelBytes;
             wait(out.w_empty[slot_s], ring_parity<kStagesS>(c) ^ 1);
-#pragma unroll
-            for (int b = 0; b < 4; ++b) {
-                stmatrix_x4(block_at(tile_w, p, b), w[4 * b], w[4 * b + 1], w[4 * b + 2], w[4 * b + 3]);
-            }
+            put_blocks(tile_w, p, w);
             release(out.w_full[slot_s]);
         }
         wgmma_wait<0>();
         wgmma_hold(s);
         release(shared.x_empty[slot]);
-#pragma unroll
-        for (int i = 0; i < 16 * PanelsK; ++i) {
-            a[i] = pack<T>(Range<T>::kDown * s[2 * i], Range<T>::kDown * s[2 * i + 1]);
-        }
+        pack_state<T>(s, a);
     }
     store_state(s, column);
 }
@@ -656,39 +637,18 @@ __global__ void __launch_bounds__(2 * K)
 
 // ---- Launch ----
 
-template <typename F>
-static cudaError_t launch(F kernel, int64_t blocks, unsigned threads, size_t bytes, const gdelta_forward_call &call,
-                          const gdelta_hopper_work &work, const gdelta_hopper_maps &maps, gdelta_stream stream) {
-    cudaError_t error =
-        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes));
-    if (error != cudaSuccess) return error;
-    cudaLaunchConfig_t config = {};
-    config.gridDim = static_cast<unsigned>(blocks);
-    config.blockDim = threads;
-    config.dynamicSmemBytes = bytes;
-    config.stream = stream;
-    return cudaLaunchKernelEx(&config, kernel, call, work, maps);
-}
-
 template <typename T, int PanelsK>
 static cudaError_t launch_segments(const gdelta_forward_call &call, const gdelta_hopper_work &work,
                                    const gdelta_hopper_maps &maps, gdelta_stream stream) {
     using Shared = ScanShared<PanelsK, 1, true>;
+    using Merge = MergeShared<64 * PanelsK>;
     static_assert(sizeof(Shared) <= 228 * 1024 / 2 - 1024, "two blocks a multiprocessor");
     int64_t jobs = call.shape.sequences * call.shape.heads_o;
     cudaError_t error = launch(hopper_summary<T, PanelsK>, jobs * segment_blocks(call.shape, work.choice, 1, true), 256,
-                               sizeof(Shared), call, work, maps, stream);
+                               sizeof(Shared), stream, call, work, maps);
     if (error != cudaSuccess) return error;
-    cudaLaunchConfig_t config = {};
-    using Merge = MergeShared<64 * PanelsK>;
-    auto merge = hopper_merge<64 * PanelsK>;
-    error = cudaFuncSetAttribute(merge, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(Merge));
-    if (error != cudaSuccess) return error;
-    config.gridDim = static_cast<unsigned>(jobs * (call.shape.dim_v / Merge::kRows));
-    config.blockDim = 2 * 64 * PanelsK;
-    config.dynamicSmemBytes = sizeof(Merge);
-    config.stream = stream;
-    return cudaLaunchKernelEx(&config, merge, call.shape, work);
+    return launch(hopper_merge<64 * PanelsK>, jobs * (call.shape.dim_v / Merge::kRows), 2 * 64 * PanelsK, sizeof(Merge),
+                  stream, call.shape, work);
 }
 
 template <typename T, int PanelsK, int Halves>
@@ -698,35 +658,25 @@ static cudaError_t launch_scan(const gdelta_forward_call &call, const gdelta_hop
     static_assert(sizeof(Shared) <= 232448, "227 KB a block");
     int64_t jobs = call.shape.sequences * call.shape.heads_o;
     return launch(hopper_scan<T, PanelsK, Halves>, jobs * segment_blocks(call.shape, work.choice, Halves, false), 512,
-                  sizeof(Shared), call, work, maps, stream);
+                  sizeof(Shared), stream, call, work, maps);
 }
-
-template <typename T, int PanelsK>
-static cudaError_t choose_scan(const gdelta_forward_call &call, const gdelta_hopper_work &work,
-                               const gdelta_hopper_maps &maps, gdelta_stream stream) {
-    if (work.choice.segments > 1) {
-        cudaError_t error = launch_segments<T, PanelsK>(call, work, maps, stream);
-        if (error != cudaSuccess) return error;
-    }
-    return call.shape.dim_v / 64 / work.choice.split_v == 2 ? launch_scan<T, PanelsK, 2>(call, work, maps, stream)
-                                                            : launch_scan<T, PanelsK, 1>(call, work, maps, stream);
-}
-
-int launch_hopper_prepare(const gdelta_forward_call &call, const gdelta_hopper_work &work,
-                          const gdelta_hopper_maps &maps, gdelta_stream stream);
 
 }  // namespace gdelta
 
 int gdelta_launch_hopper_forward(const gdelta_forward_call *call, const gdelta_hopper_work *work,
                                  const gdelta_hopper_maps *maps, gdelta_stream stream) {
-    int error = gdelta::launch_check(call->shape, call->in, work->malformed, stream);
-    if (error == cudaSuccess) error = gdelta::launch_hopper_prepare(*call, *work, *maps, stream);
+    using namespace gdelta;
+    cudaError_t error = static_cast<cudaError_t>(launch_check(call->shape, call->in, work->malformed, stream));
+    if (error == cudaSuccess) error = launch_hopper_prepare(*call, *work, *maps, stream);
     if (error != cudaSuccess) return error;
-    bool fp16 = call->in.q.dtype == GDELTA_DTYPE_FP16;
-    if (call->shape.dim_k == 128) {
-        return fp16 ? gdelta::choose_scan<__half, 2>(*call, *work, *maps, stream)
-                    : gdelta::choose_scan<__nv_bfloat16, 2>(*call, *work, *maps, stream);
-    }
-    return fp16 ? gdelta::choose_scan<__half, 1>(*call, *work, *maps, stream)
-                : gdelta::choose_scan<__nv_bfloat16, 1>(*call, *work, *maps, stream);
+    return with_instance(call->shape, call->in, [&](auto *type, auto panels) {
+        using T = std::remove_pointer_t<decltype(type)>;
+        if (work->choice.segments > 1) {
+            cudaError_t error = launch_segments<T, panels>(*call, *work, *maps, stream);
+            if (error != cudaSuccess) return error;
+        }
+        return call->shape.dim_v / 64 / work->choice.split_v == 2
+                   ? launch_scan<T, panels, 2>(*call, *work, *maps, stream)
+                   : launch_scan<T, panels, 1>(*call, *work, *maps, stream);
+    });
 }

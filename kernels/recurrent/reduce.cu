@@ -8,6 +8,7 @@
 #include "kernels/config.h"
 #include "kernels/rule/gate.cuh"
 #include "kernels/rule/norm.cuh"
+#include "kernels/rule/parameters.cuh"
 #include "kernels/rule/sequence.cuh"
 
 namespace gdelta {
@@ -104,22 +105,7 @@ __global__ void __launch_bounds__(kGateThreads) reduce_gates(const __grid_consta
         }
     }
     if (!call.da_log.data && !call.ddt_bias.data) return;
-    sums[0][threadIdx.x] = a_log;
-    sums[1][threadIdx.x] = dt_bias;
-    for (int half = kGateThreads / 2; half > 0; half /= 2) {
-        __syncthreads();
-        if (static_cast<int>(threadIdx.x) < half) {
-            sums[0][threadIdx.x] += sums[0][threadIdx.x + half];
-            sums[1][threadIdx.x] += sums[1][threadIdx.x + half];
-        }
-    }
-    if (threadIdx.x != 0) return;
-    const gdelta_view *out[2] = {&call.da_log, &call.ddt_bias};
-    for (int i = 0; i < 2; ++i) {
-        if (!out[i]->data) continue;
-        float *at = static_cast<float *>(out[i]->data) + head * out[i]->head;
-        *at = static_cast<float>(sums[i][0] + (call.accumulate_parameters ? *at : 0.0f));
-    }
+    store_parameters(call, head, a_log, dt_bias, sums);
 }
 
 static cudaError_t launch_rows(const gdelta_backward_call &call, const gdelta_recurrent_work &work, const RowParts &x,

@@ -1,0 +1,45 @@
+// How this engine's kernels start: the instance of a type and K, its dynamic shared memory, the launch. Host code.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <type_traits>
+
+#include "kernels/launch.h"
+
+namespace gdelta {
+
+// f(tag of q's type, panels of K as a constant): what GDELTA_HOPPER_DIMS says of K.
+template <typename F>
+cudaError_t with_instance(const gdelta_shape &shape, const gdelta_inputs &in, F f) {
+    auto with_panels = [&](auto *type) {
+        return shape.dim_k == 128 ? f(type, std::integral_constant<int, 2>{})
+                                  : f(type, std::integral_constant<int, 1>{});
+    };
+    return in.q.dtype == GDELTA_DTYPE_FP16 ? with_panels(static_cast<__half *>(nullptr))
+                                           : with_panels(static_cast<__nv_bfloat16 *>(nullptr));
+}
+
+// `bytes` of dynamic shared memory.
+template <typename... Parameters, typename... Arguments>
+cudaError_t launch(void (*kernel)(Parameters...), int64_t blocks, int threads, size_t bytes, gdelta_stream stream,
+                   const Arguments &...arguments) {
+    cudaError_t error =
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes));
+    if (error != cudaSuccess) return error;
+    cudaLaunchConfig_t config = {};
+    config.gridDim = static_cast<unsigned>(blocks);
+    config.blockDim = static_cast<unsigned>(threads);
+    config.dynamicSmemBytes = bytes;
+    config.stream = stream;
+    return cudaLaunchKernelEx(&config, kernel, arguments...);
+}
+
+// For forward the X and Z, for backward (work.l is there) the tiles that launch.h lists. Uses maps.k and maps.q.
+cudaError_t launch_hopper_prepare(const gdelta_forward_call &call, const gdelta_hopper_work &work,
+                                  const gdelta_hopper_maps &maps, gdelta_stream stream);
+cudaError_t launch_hopper_chains(const gdelta_backward_call &call, const gdelta_hopper_backward_work &work,
+                                 const gdelta_hopper_backward_maps &maps, gdelta_stream stream);
+
+}  // namespace gdelta
