@@ -10,17 +10,6 @@
 
 static const role_set forward_roles = ROLE(kO) | ROLE(kFinal);
 
-static test_case base_case(int64_t tokens) {
-    return (test_case){.sequences = 1,
-                       .lengths = {tokens},
-                       .heads_q = 1,
-                       .heads_v = 2,
-                       .dim_k = 128,
-                       .dim_v = 128,
-                       .out_dtype = GDELTA_DTYPE_FP32,
-                       .l2norm = GDELTA_L2NORM_ADD_EPS};
-}
-
 /* ---- Keys ---- */
 
 /* Relative L2 error of a role, all heads together. */
@@ -64,7 +53,7 @@ static void check_mirrors(instance *x, const test_engine *engine) {
 ENGINE_TEST(chunks, identical_keys, 3) {
     static const double betas[] = {0.5, 1, 2};
     for (int decays = 0; decays < 2; ++decays) {
-        test_case c = base_case(200);
+        test_case c = two_head_case(200);
         c.strength = decays ? kGateWeak : kGateZero;
         instance x = make_instance(&c);
         FOR_ELEMENTS(&x, kK, n, row, head, column) {
@@ -82,7 +71,7 @@ ENGINE_TEST(chunks, identical_keys, 3) {
 
 ENGINE_TEST(chunks, correlated_keys, 2) {
     for (int map = 0; map < 2; ++map) {
-        test_case c = base_case(257);
+        test_case c = two_head_case(257);
         c.heads_q = 2;
         c.heads_v = 4;
         c.dtype = part ? GDELTA_DTYPE_FP16 : GDELTA_DTYPE_BF16;
@@ -96,7 +85,7 @@ ENGINE_TEST(chunks, correlated_keys, 2) {
 /* Keys of length 11 and no norm: that head's numbers grow without bound and may end as infinities or NaN, but the call
  * ends, and the other heads keep their bits. */
 ENGINE_TEST(chunks, unbounded_heads_harm_no_other, 1) {
-    test_case c = base_case(300);
+    test_case c = two_head_case(300);
     c.heads_q = c.heads_v = 2;
     c.l2norm = GDELTA_L2NORM_NONE;
     instance a = make_instance(&c), b = make_instance(&c);
@@ -121,7 +110,7 @@ ENGINE_TEST(chunks, unbounded_heads_harm_no_other, 1) {
 
 /* The reference takes its time over these: one head, and on the GPU's machine only. */
 GPU_ENGINE_TEST(chunks, long_texts, 4) {
-    test_case c = base_case(part < 3 ? 4096 : 131072);
+    test_case c = two_head_case(part < 3 ? 4096 : 131072);
     c.heads_v = 1;
     c.strength = part == 1 ? kGateZero : part == 2 ? kGateResets : kGateWeak;
     c.beta = GDELTA_BETA_SIGMOID;
@@ -133,7 +122,7 @@ GPU_ENGINE_TEST(chunks, long_texts, 4) {
 GPU_ENGINE_TEST(chunks, cut_texts, 4) {
     static const int64_t lengths[] = {1500, 0, 6000, 1, 130, 2049};
     enum { kSequences = sizeof lengths / sizeof *lengths };
-    test_case c = base_case(0);
+    test_case c = two_head_case(0);
     c.layout = GDELTA_LAYOUT_THD;
     c.sequences = kSequences;
     memcpy(c.lengths, lengths, sizeof lengths);
@@ -150,28 +139,14 @@ GPU_ENGINE_TEST(chunks, cut_texts, 4) {
 
 /* A sequence in a crowd, which may be worked on in another way than when alone, keeps its bits. */
 ENGINE_TEST(chunks, a_crowd_changes_no_bits, 1) {
-    enum { kCrowd = 40 };
-    test_case c = base_case(70);
+    test_case c = two_head_case(70);
     c.heads_v = 4;
-    c.sequences = kCrowd;
-    instance crowd = make_instance(&c);
-    RUN(&crowd, FORWARD);
-    c.sequences = 1;
-    for (int n = 0; n < kCrowd; n += 13) {
-        c.first_sequence = n;
-        instance alone = make_instance(&c);
-        RUN(&alone, FORWARD);
-        for (role r = kO; r <= kFinal; ++r) {
-            cr_expect(compare_slice_bits((slice){&crowd, r, n, 0, 0}, (slice){&alone, r, 0, 0, 0}), "sequence %d", n);
-        }
-        instance_destroy(&alone);
-    }
-    instance_destroy(&crowd);
+    cr_expect(check_crowd(&c, engine, GDELTA_OPERATION_FORWARD));
 }
 
 /* Calls of other shapes in between leave nothing behind. */
 ENGINE_TEST(chunks, shapes_may_alternate, 1) {
-    test_case c = base_case(130), other = c;
+    test_case c = two_head_case(130), other = c;
     other.layout = GDELTA_LAYOUT_THD;
     other.sequences = 3;
     other.lengths[0] = 1, other.lengths[1] = 500, other.lengths[2] = 77;
@@ -188,23 +163,8 @@ ENGINE_TEST(chunks, shapes_may_alternate, 1) {
 
 /* No order of blocks and warps shows. */
 GPU_ENGINE_TEST(chunks, a_hundred_calls_give_the_same_bits, 3) {
-    test_case c = base_case(part == 0 ? 1000 : part == 1 ? 64 : 4100);
+    test_case c = two_head_case(part == 0 ? 1000 : part == 1 ? 64 : 4100);
     c.sequences = part == 0 ? 3 : part == 1 ? 33 : 1;
     c.heads_v = 4;
-    instance x = make_instance(&c), first = make_instance(&c);
-    RUN(&first, FORWARD);
-    device_instance d;
-    cr_assert(device_create(&d, &x, engine, GDELTA_OPERATION_FORWARD));
-    gdelta_stream stream = gpu_stream_create();
-    for (int call = 0; call < 100; ++call) {
-        device_upload(&d, &x);
-        cr_assert_eq(device_enqueue(&d, &x, stream), GDELTA_OK, "%s", gdelta_last_error());
-        gpu_stream_finish(stream);
-        cr_assert(device_download(&d, &x));
-        cr_assert(compare_bits(&x, &first, forward_roles), "call %d", call);
-    }
-    gpu_stream_destroy(stream);
-    device_destroy(&d);
-    instance_destroy(&x);
-    instance_destroy(&first);
+    cr_expect(check_repeats(&c, engine, GDELTA_OPERATION_FORWARD));
 }

@@ -6,18 +6,10 @@
 #include "support/compare.h"
 #include "support/engine_test.h"
 
-static const role_set gradients = ROLE(kDQ) | ROLE(kDK) | ROLE(kDV) | ROLE(kDG) | ROLE(kDBeta) | ROLE(kDInitial);
-
 static test_case base_case(int64_t tokens) {
-    return (test_case){.sequences = 1,
-                       .lengths = {tokens},
-                       .heads_q = 1,
-                       .heads_v = 2,
-                       .dim_k = 128,
-                       .dim_v = 128,
-                       .out_dtype = GDELTA_DTYPE_FP32,
-                       .chunked_backward = true,
-                       .l2norm = GDELTA_L2NORM_ADD_EPS};
+    test_case c = two_head_case(tokens);
+    c.chunked_backward = true;
+    return c;
 }
 
 /* ---- Losses ---- */
@@ -96,24 +88,9 @@ ENGINE_TEST(chunks_backward, pieces_hand_gradients_back, 2) {
 
 /* A sequence in a crowd keeps its bits. */
 ENGINE_TEST(chunks_backward, a_crowd_changes_no_bits, 1) {
-    enum { kCrowd = 40 };
     test_case c = base_case(70);
     c.heads_v = 4;
-    c.sequences = kCrowd;
-    instance crowd = make_instance(&c);
-    RUN(&crowd, BACKWARD);
-    c.sequences = 1;
-    for (int n = 0; n < kCrowd; n += 13) {
-        c.first_sequence = n;
-        instance alone = make_instance(&c);
-        RUN(&alone, BACKWARD);
-        for (role r = kDQ; r <= kDInitial; ++r) {
-            if (!(gradients & ROLE(r))) continue;
-            cr_expect(compare_slice_bits((slice){&crowd, r, n, 0, 0}, (slice){&alone, r, 0, 0, 0}), "sequence %d", n);
-        }
-        instance_destroy(&alone);
-    }
-    instance_destroy(&crowd);
+    cr_expect(check_crowd(&c, engine, GDELTA_OPERATION_BACKWARD));
 }
 
 /* No order of blocks and warps shows: many jobs a block, groups of heads, parameters summed over all tokens. */
@@ -123,22 +100,7 @@ GPU_ENGINE_TEST(chunks_backward, a_hundred_calls_give_the_same_bits, 2) {
     c.heads_q = part ? 1 : 4;
     c.heads_v = part ? 4 : 2;
     c.gate = GDELTA_GATE_SOFTPLUS;
-    instance x = make_instance(&c), first = make_instance(&c);
-    RUN(&first, BACKWARD);
-    device_instance d;
-    cr_assert(device_create(&d, &x, engine, GDELTA_OPERATION_BACKWARD));
-    gdelta_stream stream = gpu_stream_create();
-    for (int call = 0; call < 100; ++call) {
-        device_upload(&d, &x);
-        cr_assert_eq(device_enqueue(&d, &x, stream), GDELTA_OK, "%s", gdelta_last_error());
-        gpu_stream_finish(stream);
-        cr_assert(device_download(&d, &x));
-        cr_assert(compare_bits(&x, &first, instance_outputs(&x, GDELTA_OPERATION_BACKWARD)), "call %d", call);
-    }
-    gpu_stream_destroy(stream);
-    device_destroy(&d);
-    instance_destroy(&x);
-    instance_destroy(&first);
+    cr_expect(check_repeats(&c, engine, GDELTA_OPERATION_BACKWARD));
 }
 
 /* ---- Length and keys ---- */

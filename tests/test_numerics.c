@@ -10,23 +10,12 @@
 
 static const role_set forward_roles = ROLE(kO) | ROLE(kFinal);
 
-static test_case base_case(int64_t tokens) {
-    return (test_case){.sequences = 1,
-                       .lengths = {tokens},
-                       .heads_q = 1,
-                       .heads_v = 2,
-                       .dim_k = 128,
-                       .dim_v = 128,
-                       .out_dtype = GDELTA_DTYPE_FP32,
-                       .l2norm = GDELTA_L2NORM_ADD_EPS};
-}
-
 /* ---- Gates ---- */
 
 /* A decay of 1 is no decay, however long: g = 0, and no g. */
 ENGINE_TEST(numerics, zero_gate_is_no_gate, 1) {
     for (gdelta_dtype dtype = GDELTA_DTYPE_BF16; dtype <= GDELTA_DTYPE_FP32; dtype += 2) {
-        test_case c = base_case(130);
+        test_case c = two_head_case(130);
         c.dtype = dtype;
         c.strength = kGateZero;
         instance zero = make_instance(&c);
@@ -52,7 +41,7 @@ ENGINE_TEST(numerics, zero_gate_is_no_gate, 1) {
 ENGINE_TEST(numerics, no_drift_without_decay, 4) {
     static const int64_t lengths[] = {7, 100, 1000, 4096};
     for (int half = 0; half < 2; ++half) {
-        test_case c = base_case(lengths[part]);
+        test_case c = two_head_case(lengths[part]);
         c.dtype = half ? GDELTA_DTYPE_BF16 : GDELTA_DTYPE_FP32;
         c.beta = GDELTA_BETA_SIGMOID;
         if (part == 3) c.dim_k = c.dim_v = 64;
@@ -103,7 +92,7 @@ ENGINE_TEST(numerics, strong_gates_stay_finite, 4) {
 ENGINE_TEST(numerics, fused_gate_at_large_logits, 1) {
     enum { kLogits = 5 };
     static const double logits[kLogits] = {20.0, 20.001, 87.9, 88.1, 100};
-    test_case c = base_case(1);
+    test_case c = two_head_case(1);
     c.heads_q = c.heads_v = kLogits;
     c.gate = GDELTA_GATE_SOFTPLUS;
     instance x = make_instance(&c);
@@ -147,7 +136,7 @@ static double largest_difference(const instance *x, role a, role b) {
 ENGINE_TEST(numerics, beta_reflects_projects_and_rests, 1) {
     for (gdelta_dtype dtype = GDELTA_DTYPE_BF16; dtype <= GDELTA_DTYPE_FP32; dtype += 2) {
         double tolerance = dtype == GDELTA_DTYPE_FP32 ? 1e-5 : 1e-2;
-        test_case c = base_case(2);
+        test_case c = two_head_case(2);
         c.dtype = dtype;
         c.l2norm = GDELTA_L2NORM_NONE;
         c.strength = kGateZero;
@@ -182,7 +171,7 @@ ENGINE_TEST(numerics, beta_reflects_projects_and_rests, 1) {
 
 /* Nearly undamped reflections, thousands of them: the state grows, the error must not grow faster. */
 ENGINE_TEST(numerics, long_run_of_negative_eigenvalues, 1) {
-    test_case c = base_case(4096);
+    test_case c = two_head_case(4096);
     c.dim_k = c.dim_v = 64;
     c.heads_v = 1;
     c.dtype = GDELTA_DTYPE_FP32;
@@ -201,7 +190,7 @@ ENGINE_TEST(numerics, long_run_of_negative_eigenvalues, 1) {
  * product of the normalised query and key. */
 static void expect_length(const test_engine *engine, gdelta_dtype dtype, gdelta_l2norm norm, double element,
                           double length) {
-    test_case c = base_case(1);
+    test_case c = two_head_case(1);
     c.dtype = dtype;
     c.l2norm = norm;
     c.has_scale = true;
@@ -243,7 +232,7 @@ ENGINE_TEST(numerics, norm_places_eps_as_documented, 1) {
 
 /* A state that is too large for fp16, under fp16 inputs, and a gradient of one that is too small. */
 ENGINE_TEST(numerics, fp16_inputs_keep_fp32_states, 1) {
-    test_case c = base_case(1);
+    test_case c = two_head_case(1);
     c.dtype = GDELTA_DTYPE_FP16;
     c.l2norm = GDELTA_L2NORM_NONE;
     c.has_scale = true;
@@ -263,7 +252,7 @@ ENGINE_TEST(numerics, fp16_inputs_keep_fp32_states, 1) {
     cr_expect(check_instance(&x, engine, kTraining | kStep));
     instance_destroy(&x);
 
-    c = base_case(64);
+    c = two_head_case(64);
     c.dtype = GDELTA_DTYPE_FP16;
     c.absent = ROLE(kDO);
     if (!RUNS(&c, BACKWARD)) return;
@@ -320,7 +309,7 @@ static void decode(instance *text, const test_engine *engine) {
 ENGINE_TEST(numerics, decode_drifts_by_storage_alone, 3) {
     static const gdelta_dtype dtypes[] = {GDELTA_DTYPE_FP32, GDELTA_DTYPE_BF16, GDELTA_DTYPE_FP16};
     static const double tolerances[] = {1e-5, 3e-2, 4e-3};
-    test_case c = base_case(4096);
+    test_case c = two_head_case(4096);
     c.heads_v = 1;
     c.state_dtype = dtypes[part];
     c.in_place = true;
@@ -347,7 +336,7 @@ ENGINE_TEST(numerics, decode_drifts_by_storage_alone, 3) {
 
 /* Calls with other types in between change nothing. */
 ENGINE_TEST(numerics, types_may_alternate, 1) {
-    test_case c = base_case(70);
+    test_case c = two_head_case(70);
     c.gate = GDELTA_GATE_SOFTPLUS;
     case_use_slots(&c, kSlotsDistinct, 0);
     c.out_dtype = GDELTA_DTYPE_DEFAULT;

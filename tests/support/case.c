@@ -89,6 +89,17 @@ static int64_t total_rows(const test_case *c) {
     return c->layout == GDELTA_LAYOUT_THD && c->capacity ? c->capacity : sum;
 }
 
+test_case two_head_case(int64_t tokens) {
+    return (test_case){.sequences = 1,
+                       .lengths = {tokens},
+                       .heads_q = 1,
+                       .heads_v = 2,
+                       .dim_k = 128,
+                       .dim_v = 128,
+                       .out_dtype = GDELTA_DTYPE_FP32,
+                       .l2norm = GDELTA_L2NORM_ADD_EPS};
+}
+
 void case_use_slots(test_case *c, enum slot_style style, uint64_t skipped) {
     c->slot_count = (style == kSlotsSame ? 1 : 2) * c->sequences + 3;
     for (int n = 0; n < c->sequences; ++n) {

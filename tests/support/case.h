@@ -144,6 +144,9 @@ typedef struct test_case {
 } test_case;
 
 enum slot_style { kSlotsSame, kSlotsDistinct };
+/* One sequence with K = V = 128, a query head and two value heads, the norm, and results in fp32. */
+test_case two_head_case(int64_t tokens);
+
 /* Gives the case slots: initial ones from the top, final ones the same, or distinct ones from the bottom; with some
  * entries to spare. Sequences whose bit is set in `skipped` get -1. */
 void case_use_slots(test_case *c, enum slot_style style, uint64_t skipped);

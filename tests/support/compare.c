@@ -237,3 +237,59 @@ bool check_case(const test_case *c, const test_engine *engine, unsigned operatio
     instance_destroy(&x);
     return good;
 }
+
+/* ---- Engine against itself ---- */
+
+static bool same_when_alone(const instance *crowd, int n, const test_engine *engine, gdelta_operation operation) {
+    test_case c = crowd->c;
+    c.sequences = 1;
+    c.first_sequence = n;
+    instance alone;
+    instance_create(&alone, &c);
+    bool good = instance_run(&alone, engine, operation);
+    role_set outputs = instance_outputs(&alone, operation);
+    for (role r = 0; good && r < kRoles; ++r) {
+        good = !(outputs & ROLE(r)) || compare_slice_bits((slice){crowd, r, n, 0, 0}, (slice){&alone, r, 0, 0, 0});
+    }
+    instance_destroy(&alone);
+    return good;
+}
+
+bool check_crowd(const test_case *c, const test_engine *engine, gdelta_operation operation) {
+    enum { kCrowd = 40 };
+    test_case many = *c;
+    many.sequences = kCrowd;
+    instance crowd;
+    instance_create(&crowd, &many);
+    bool good = instance_run(&crowd, engine, operation);
+    for (int n = 0; good && n < kCrowd; n += 13) {
+        good = same_when_alone(&crowd, n, engine, operation);
+        if (!good) fprintf(stderr, "sequence %d of %d differs alone\n", n, kCrowd);
+    }
+    instance_destroy(&crowd);
+    return good;
+}
+
+bool check_repeats(const test_case *c, const test_engine *engine, gdelta_operation operation) {
+    instance x, first;
+    device_instance d;
+    instance_create(&x, c);
+    instance_create(&first, c);
+    bool good = instance_run(&first, engine, operation) && device_create(&d, &x, engine, operation);
+    if (good) {
+        gdelta_stream stream = gpu_stream_create();
+        for (int call = 0; good && call < 100; ++call) {
+            device_upload(&d, &x);
+            good = device_enqueue(&d, &x, stream) == GDELTA_OK;
+            if (!good) fprintf(stderr, "%s\n", gdelta_last_error());
+            gpu_stream_finish(stream);
+            good = good && device_download(&d, &x) && compare_bits(&x, &first, instance_outputs(&x, operation));
+            if (!good) fprintf(stderr, "call %d differs from the first\n", call);
+        }
+        gpu_stream_destroy(stream);
+        device_destroy(&d);
+    }
+    instance_destroy(&x);
+    instance_destroy(&first);
+    return good;
+}

@@ -41,4 +41,9 @@ enum {
 bool check_instance(instance *x, const test_engine *engine, unsigned operations);
 bool check_case(const test_case *c, const test_engine *engine, unsigned operations);
 
+/* Whether sequences of the case's length have the same bits alone and among forty. */
+bool check_crowd(const test_case *c, const test_engine *engine, gdelta_operation operation);
+/* Whether a hundred calls more on the GPU give the bits of the first. */
+bool check_repeats(const test_case *c, const test_engine *engine, gdelta_operation operation);
+
 #endif /* GDELTA_TESTS_COMPARE_H */
