@@ -132,6 +132,8 @@ static gdelta_status run_hopper_forward(const gdelta_plan *plan, const gdelta_fo
                                         const gdelta_buffers *buffers, gdelta_stream stream) {
     gdelta_hopper_work work = chunk_work(&call->shape, &plan->forward, buffers);
     work.choice = plan->choice;
+    /* In place, the last segment would write what the first one may still have to read. */
+    if (call->final.data && call->final.data == call->in.initial.data) work.choice.segments = 1;
     work.x = at(buffers, plan->forward.x);
     work.z = at(buffers, plan->forward.z);
     work.m = at(buffers, plan->forward.m);

@@ -118,8 +118,9 @@ GPU_ENGINE_TEST(chunks, long_texts, 4) {
     cr_expect(check_case(&c, engine, kForward));
 }
 
-/* Few heads of long texts, which an engine may cut: each sequence its own way, some not at all. */
-GPU_ENGINE_TEST(chunks, cut_texts, 4) {
+/* Few heads of long texts, which an engine may cut: each sequence its own way, some not at all. And in place, where the
+ * first piece's state must not be overwritten by the last one's. */
+GPU_ENGINE_TEST(chunks, cut_texts, 5) {
     static const int64_t lengths[] = {1500, 0, 6000, 1, 130, 2049};
     enum { kSequences = sizeof lengths / sizeof *lengths };
     test_case c = two_head_case(0);
@@ -132,6 +133,7 @@ GPU_ENGINE_TEST(chunks, cut_texts, 4) {
     c.dtype = part == 3 ? GDELTA_DTYPE_FP16 : GDELTA_DTYPE_BF16;
     c.strength = part == 1 ? kGateZero : kGateWeak; /* what the first token did reaches the last */
     c.beta = GDELTA_BETA_SIGMOID;
+    c.in_place = part == 4;
     cr_expect(check_case(&c, engine, kForward));
 }
 
