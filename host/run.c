@@ -156,7 +156,6 @@ static gdelta_status run_hopper_forward(const gdelta_plan *plan, const gdelta_fo
 static gdelta_status run_hopper_backward(const gdelta_plan *plan, const gdelta_backward_call *call,
                                          const gdelta_buffers *buffers, gdelta_stream stream) {
     const gdelta_workspace_table *table = &plan->backward;
-    /* Blocks along V are not split, as forward's may be: measured slower, for each makes the same X. */
     gdelta_hopper_backward_work work = {
         .chunk = chunk_work(&call->shape, table, buffers),
         .s = at(buffers, table->s),
@@ -165,7 +164,10 @@ static gdelta_status run_hopper_backward(const gdelta_plan *plan, const gdelta_b
         .y = at(buffers, table->y),
         .multiprocessors = plan->multiprocessors,
     };
-    work.chunk.t = at(buffers, table->t);
+    work.chunk.choice.split_v = plan->backward_split_v;
+    work.chunk.x = at(buffers, table->x);
+    work.chunk.z = at(buffers, table->z);
+    work.chunk.r = at(buffers, table->r);
     work.chunk.p = at(buffers, table->p);
     work.chunk.l = at(buffers, table->l);
     if (call->da_log.data || call->ddt_bias.data) work.parameters = at(buffers, table->parameters);

@@ -74,7 +74,9 @@ void gdelta_workspace_hopper_backward(const gdelta_shape *shape, gdelta_workspac
     table->bytes = table->malformed;
     take(&table->bytes, malformed_bytes(shape));
     table->rows = take(&table->bytes, rows_bytes(shape));
-    table->t = take(&table->bytes, chunk_heads * kHopperTileBytes);
+    table->x = take(&table->bytes, chunk_heads * (size_t)(shape->dim_k / kChunk) * kHopperTileBytes);
+    table->z = take(&table->bytes, chunk_heads * kHopperTileBytes);
+    table->r = take(&table->bytes, chunk_heads * kHopperTileBytes);
     table->p = take(&table->bytes, chunk_count(shape) * (size_t)shape->heads_q * kHopperTileBytes);
     table->l = take(&table->bytes, chunk_count(shape) * (size_t)shape->heads_q * kHopperTileBytes);
     table->s = take(&table->bytes, chunk_heads * state);

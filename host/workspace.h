@@ -13,7 +13,7 @@ typedef struct gdelta_workspace_table {
     size_t malformed;
     size_t checkpoints, dq, dk, dv, ddecay, dbeta; /* recurrent backward */
     size_t rows, x, z, m, n;                       /* hopper */
-    size_t t, p, l, s, ds, w, y, parameters;       /* hopper backward */
+    size_t r, p, l, s, ds, w, y, parameters;       /* hopper backward, with rows, x, z */
     size_t bytes;
 } gdelta_workspace_table;
 

@@ -36,7 +36,7 @@ cudaError_t launch(void (*kernel)(Parameters...), int64_t blocks, int threads, s
     return cudaLaunchKernelEx(&config, kernel, arguments...);
 }
 
-// For forward the X and Z, for backward (work.l is there) the tiles that launch.h lists. Uses maps.k and maps.q.
+// X, Z and rows; for backward (work.l is there) the other tiles too. Uses maps.k and maps.q.
 cudaError_t launch_hopper_prepare(const gdelta_forward_call &call, const gdelta_hopper_work &work,
                                   const gdelta_hopper_maps &maps, gdelta_stream stream);
 cudaError_t launch_hopper_chains(const gdelta_backward_call &call, const gdelta_hopper_backward_work &work,

@@ -1,20 +1,24 @@
 // Hopper, first kernel: what the chunks need before any state is known. A = strictly_lower(beta_i k_i.k_j) and
 // p = scale lower(q_i.k_j), q and k normalised; t = (I + A)^-1; G the sum of log gates from the chunk's first token on.
 //
-//   for forward     X_j = exp(G_last - G_j) (t^T k)_j        [64, K]
-//                   Z_ij = exp(G_i - G_j) (p t)_ij, j <= i   [64, 64]
-//   for backward    t, p and l = strictly_lower(k_i.k_j)     [64, 64]
-//   row table (chunk.cuh): beta, exp of G, norm factors.
+//   X_j = exp(G_last - G_j) (t^T k)_j                         [64, K]
+//   Z_ij = exp(G_i - G_j) (p t)_ij, j <= i                    [64, 64]
+//   row table (chunk.cuh): beta, exp of G, norm factors
+//   and for backward, with l = strictly_lower(k_i.k_j):
+//   R_ij = 1, i = j;  -exp(G_i - G_j) (l t)_ij beta_j, j < i  [64, 64]
+//   p and l.
 //
-// Tiles t and p, and k where X is made, are fp16: its three bits more than bf16's take the error of alike keys from
-// 9e-3 to 3e-3. The norm factors r multiply fp32 sums; X and Z are rounded once, to the problem's type (Range in
+// R is the inverse of I + l beta, decayed, without a quotient by beta.
+//
+// Tiles t, p, l and the k of X are fp16: its three bits more than bf16's take the error of alike keys from
+// 9e-3 to 3e-3. The norm factors r multiply fp32 sums; X, Z and R are rounded once, to the problem's type (Range in
 // chunk.cuh keeps fp16 finite).
 //
 // Grid: x = (chunk, query head, eight of its output heads), the last fastest. Block: one warpgroup; it takes its output
 // heads in turn. K K^T and Q K^T are made once a block. Products of 16-bit operands in fp32; the inverse as
 // rule/inverse.cuh says.
-#include "kernels/hopper/chunk.cuh"
 #include "kernels/hopper/launch.cuh"
+#include "kernels/hopper/ring.cuh"
 #include "kernels/ptx/bulk.cuh"
 #include "kernels/rule/inverse.cuh"
 
@@ -22,10 +26,10 @@ namespace gdelta {
 
 template <int PanelsK>
 struct __align__(1024) PrepareShared {
-    unsigned char k[PanelsK * kPanelBytes];  // then fp16 and normalised; backward: p
-    unsigned char q[PanelsK * kPanelBytes];  // then X; backward: l
+    unsigned char k[PanelsK * kPanelBytes];  // then fp16 and normalised
+    unsigned char q[PanelsK * kPanelBytes];  // then X; backward: p before
     unsigned char t[kPanelBytes];            // then Z in its place
-    InverseScratch scratch;
+    InverseScratch scratch;                  // backward: l before, R after
     float beta[kHopperPrepareHeads][kChunk], log[kHopperPrepareHeads][kChunk];
     float norm_k[kChunk], norm_q[kChunk];
     uint64_t loaded;
@@ -119,11 +123,72 @@ __device__ __forceinline__ void scale_rows(uint32_t tile, const float *factor) {
 
 enum { kPrepareBarrier = 1 };
 
-// X and Z of one output head, from t and the normalised K in shared memory and the fragments of p. X takes `tile_x`, Z
-// the place of t.
+// l as operand, from the fragments of K K^T.
+__device__ __forceinline__ void strictly_lower(const float (&kk)[32], uint32_t (&l)[16]) {
+    const Lane p = lane_of_warpgroup();
+#pragma unroll
+    for (int s = 0; s < 4; ++s) {
+        float y[8];
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+            int column = 16 * s + i / 4 * 8 + p.column + i % 2, row = p.row + i / 2 % 2 * 8;
+            y[i] = column < row ? kk[8 * s + i] : 0.0f;
+        }
+        pack_square(y, 1.0f, 1.0f, reinterpret_cast<uint32_t(&)[4]>(l[4 * s]));
+    }
+}
+
+// A 64 x 64 tile: f(row, column, decay, x) of the fragments x, decay being exp(G_row - G_column + up); zeros above the
+// diagonal, whose blocks of 16 x 16 are zero already.
+template <typename T, typename F>
+__device__ __forceinline__ void put_lower(uint32_t tile, const float (&x)[32], const float *log_g, float up, F f) {
+    const Lane p = lane_of_warpgroup(opaque(threadIdx.x));
+    float upper = log_g[p.row] + up, lower = log_g[p.row + 8] + up;
+#pragma unroll
+    for (int s = 0; s < 4; ++s) {
+        if (s > p.warp) continue;
+        uint32_t words[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            int column = 16 * s + i / 2 * 8 + p.column, row = p.row + i % 2 * 8, at = 8 * s + 2 * i;
+            float2 log = *reinterpret_cast<const float2 *>(&log_g[column]);
+            float from = i % 2 ? lower : upper;
+            float left = f(row, column, exp2_fast(from - log.x), x[at]),
+                  right = f(row, column + 1, exp2_fast(from - log.y), x[at + 1]);
+            words[i] = pack<T>(s < p.warp || column <= row ? left : 0.0f, s < p.warp || column < row ? right : 0.0f);
+        }
+        stmatrix_x4(block_at(tile, p, s), words[0], words[1], words[2], words[3]);
+    }
+}
+
+// R of one output head into `tile`.
+template <typename T>
+__device__ __forceinline__ void make_r(const float (&kk)[32], const float *beta, const float *log_g, uint32_t tile_t,
+                                       uint32_t tile) {
+    uint32_t l[16];
+    float acc[32];
+    strictly_lower(kk, l);
+    wgmma_hold(l);
+    wgmma_hold(acc);
+    wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < 4; ++step) {
+        wgmma<__half, kMajorMN>(acc, l + 4 * step, panel_mn_major(tile_t) + step * kStepMN, step > 0);
+    }
+    wgmma_commit();
+    wgmma_wait<0>();
+    wgmma_hold(acc);
+    wgmma_hold(l);
+    put_lower<T>(tile, acc, log_g, 0.0f, [&](int row, int column, float decay, float x) {
+        return column == row ? 1.0f : -decay * x * beta[column];
+    });
+}
+
+// X and Z of one output head, from t and the normalised K in shared memory and the fragments of p. X takes `tile_x`; Z,
+// 2^up_z larger, the place of t.
 template <typename T, int PanelsK>
 __device__ __forceinline__ void make_xz(uint32_t (&p_rows)[16], const float *log_g, uint32_t tile_t, uint32_t tile_k,
-                                        uint32_t tile_x) {
+                                        uint32_t tile_x, float up_z) {
     const Lane p = lane_of_warpgroup(opaque(threadIdx.x));
     // One product at a time, for registers: X by panels of K, then Z.
     float acc[32];
@@ -168,28 +233,14 @@ __device__ __forceinline__ void make_xz(uint32_t (&p_rows)[16], const float *log
     wgmma_wait<0>();
     wgmma_hold(z);
     wgmma_hold(p_rows);
-    float upper = log_g[p.row] + Range<T>::kLogUp, lower = log_g[p.row + 8] + Range<T>::kLogUp;
     named_barrier(kPrepareBarrier, 128);  // all warps have read t
-#pragma unroll
-    for (int s = 0; s < 4; ++s) {
-        if (s > p.warp) continue;  // above the diagonal, where t is 0 too
-        uint32_t f[4];
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            int column = 16 * s + i / 2 * 8 + p.column, row = p.row + i % 2 * 8, at = 8 * s + 2 * i;
-            float2 log = *reinterpret_cast<const float2 *>(&log_g[column]);
-            float from = i % 2 ? lower : upper;
-            float left = exp2_fast(from - log.x) * z[at], right = exp2_fast(from - log.y) * z[at + 1];
-            f[i] = pack<T>(s < p.warp || column <= row ? left : 0.0f, s < p.warp || column < row ? right : 0.0f);
-        }
-        stmatrix_x4(block_at(tile_t, p, s), f[0], f[1], f[2], f[3]);
-    }
+    put_lower<T>(tile_t, z, log_g, up_z, [](int, int, float decay, float x) { return decay * x; });
     fence_async_shared();
     named_barrier(kPrepareBarrier, 128);
 }
 
 template <typename T, int PanelsK, bool Backward>
-__global__ void __launch_bounds__(128, 4)
+__global__ void __launch_bounds__(128, Backward ? 3 : 4)  // R takes registers
     hopper_prepare(const __grid_constant__ gdelta_shape shape, const __grid_constant__ gdelta_inputs in,
                    const __grid_constant__ gdelta_hopper_work work, const __grid_constant__ gdelta_tensor_map map_k,
                    const __grid_constant__ gdelta_tensor_map map_q) {
@@ -205,7 +256,8 @@ __global__ void __launch_bounds__(128, 4)
     int head_q = static_cast<int>(block % heads_q);
     int first = static_cast<int>(blockIdx.x % batches) * kHopperPrepareHeads;
     int count = min(group - first, static_cast<int>(kHopperPrepareHeads));
-    uint32_t tile_k = shared_address(shared.k), tile_q = shared_address(shared.q), tile_t = shared_address(shared.t);
+    uint32_t tile_k = shared_address(shared.k), tile_q = shared_address(shared.q), tile_t = shared_address(shared.t),
+             tile_r = shared_address(shared.scratch.a);
     uint32_t loaded = shared_address(&shared.loaded);
     if (threadIdx.x < 32) {
         Chunk chunk = find_chunk(shape, in, number);
@@ -291,22 +343,12 @@ __global__ void __launch_bounds__(128, 4)
         }
     }
     if constexpr (Backward) {
-#pragma unroll
-        for (int s = 0; s < 4; ++s) {
-            stmatrix_x4(block_at(tile_k, p, s), p_rows[4 * s], p_rows[4 * s + 1], p_rows[4 * s + 2], p_rows[4 * s + 3]);
-            float y[8];
-            uint32_t f[4];
-#pragma unroll
-            for (int i = 0; i < 8; ++i) {
-                int column = 16 * s + i / 4 * 8 + p.column + i % 2, row = p.row + i / 2 % 2 * 8;
-                y[i] = column < row ? kk[8 * s + i] : 0.0f;
-            }
-            pack_square(y, 1.0f, 1.0f, f);
-            stmatrix_x4(block_at(tile_q, p, s), f[0], f[1], f[2], f[3]);
-        }
-    } else {
-        scale_rows<T, PanelsK>(tile_k, shared.norm_k);
+        uint32_t l[16];
+        strictly_lower(kk, l);
+        put_blocks(tile_q, p, p_rows);
+        put_blocks(tile_r, p, l);
     }
+    scale_rows<T, PanelsK>(tile_k, shared.norm_k);
     fence_async_shared();
 
 #pragma unroll 1
@@ -319,23 +361,28 @@ __global__ void __launch_bounds__(128, 4)
         __syncthreads();
         if (threadIdx.x == 0) {
             int64_t at = (number * shape.heads_q + head_q) * kHopperTileBytes;
-            bulk_store(static_cast<unsigned char *>(work.p) + at, tile_k, kPanelBytes);
-            bulk_store(static_cast<unsigned char *>(work.l) + at, tile_q, kPanelBytes);
+            bulk_store(static_cast<unsigned char *>(work.p) + at, tile_q, kPanelBytes);
+            bulk_store(static_cast<unsigned char *>(work.l) + at, tile_r, kPanelBytes);
             bulk_commit();
         }
     }
 #pragma unroll 1
     for (int i = 0; i < count; ++i) {
-        invert_lower(kk, shared.beta[i], shared.scratch, tile_t, kPrepareBarrier, [&] {
-            if (threadIdx.x == 0) bulk_wait_read<0>();  // what was stored from t and X may be written again
+        auto wait_stored = [&] {  // what was stored from shared memory may be written again
+            if (threadIdx.x == 0) bulk_wait_read<0>();
             named_barrier(kPrepareBarrier, 128);
+        };
+        if constexpr (Backward) wait_stored();  // R stands where the inverse begins
+        invert_lower(kk, shared.beta[i], shared.scratch, tile_t, kPrepareBarrier, [&] {
+            if constexpr (!Backward) wait_stored();
         });
         int64_t at = number * shape.heads_o + head_in_group(shape, head_q, first + i);
-        if constexpr (!Backward) make_xz<T, PanelsK>(p_rows, shared.log[i], tile_t, tile_k, tile_q);
+        if constexpr (Backward) make_r<T>(kk, shared.beta[i], shared.log[i], tile_t, tile_r);
+        make_xz<T, PanelsK>(p_rows, shared.log[i], tile_t, tile_k, tile_q, Backward ? 0.0f : Range<T>::kLogUp);
         if (threadIdx.x == 0) {
-            bulk_store(static_cast<unsigned char *>(Backward ? work.t : work.z) + at * kHopperTileBytes, tile_t,
-                       kPanelBytes);
-            if (!Backward) bulk_store(static_cast<unsigned char *>(work.x) + at * kTile, tile_q, kTile);
+            bulk_store(static_cast<unsigned char *>(work.z) + at * kHopperTileBytes, tile_t, kPanelBytes);
+            bulk_store(static_cast<unsigned char *>(work.x) + at * kTile, tile_q, kTile);
+            if (Backward) bulk_store(static_cast<unsigned char *>(work.r) + at * kHopperTileBytes, tile_r, kPanelBytes);
             bulk_commit();
         }
     }

@@ -6,8 +6,8 @@
 
 namespace gdelta {
 
-// Where turn i of a ring is: its slot, and the parity of the slot's phase. Rings of two powers follow from i alone,
-// which saves their registers.
+// Where turn i of a ring is: its slot, and the parity of the slot's phase. Sizes are powers of two, so that both
+// follow from i alone, which saves their registers.
 template <int Stages>
 __device__ __forceinline__ int ring_slot(int i) {
     static_assert((Stages & (Stages - 1)) == 0, "");
@@ -17,15 +17,6 @@ template <int Stages>
 __device__ __forceinline__ uint32_t ring_parity(int i) {
     return i / Stages & 1;
 }
-
-template <int Stages>
-struct Position {
-    int slot = 0;
-    uint32_t parity = 0;
-    __device__ __forceinline__ void next() {
-        if (++slot == Stages) slot = 0, parity ^= 1;
-    }
-};
 
 __device__ __forceinline__ void wait(uint64_t &barrier, uint32_t parity) {
     mbarrier_wait(shared_address(&barrier), parity);
@@ -44,6 +35,18 @@ __device__ __forceinline__ void release(uint64_t &barrier) {
 __device__ __forceinline__ void acquire(uint64_t &barrier, uint32_t parity) {
     wait(barrier, parity);
     fence_async_shared();
+}
+
+// One thread: keeps a ring of two places full, `count` turns. bring(slot, barrier, turn) starts copies of `bytes`.
+template <typename F>
+__device__ __forceinline__ void feed(int count, uint64_t (&full)[2], uint64_t (&empty)[2], uint32_t bytes, F bring) {
+#pragma unroll 1
+    for (int i = 0; i < count; ++i) {
+        int slot = ring_slot<2>(i);
+        wait(empty[slot], ring_parity<2>(i) ^ 1);
+        mbarrier_arrive_expect(shared_address(&full[slot]), bytes);
+        bring(slot, full[slot], i);
+    }
 }
 
 // Elements of a transposed block whose token is not below `count` become 0, be they NaN. `token`: of the lane's first.
