@@ -68,6 +68,23 @@ void gpu_buffer_destroy(gpu_buffer *buffer) {
     *buffer = (gpu_buffer){.data = NULL};
 }
 
+void gpu_buffer_tile(gpu_buffer *buffer, const void *pattern, size_t period) {
+    size_t done = period < buffer->bytes ? period : buffer->bytes;
+    gpu_upload(buffer->data, pattern, done);
+    while (done < buffer->bytes) {
+        size_t next = done < buffer->bytes - done ? done : buffer->bytes - done;
+        CHECK(cudaMemcpy((char *)buffer->data + done, buffer->data, next, cudaMemcpyDeviceToDevice));
+        done += next;
+    }
+    CHECK(cudaDeviceSynchronize());
+}
+
+size_t gpu_free_bytes(void) {
+    size_t available, total;
+    CHECK(cudaMemGetInfo(&available, &total));
+    return available;
+}
+
 void gpu_upload(void *device, const void *host, size_t bytes) {
     CHECK(cudaMemcpy(device, host, bytes, cudaMemcpyHostToDevice));
     CHECK(cudaDeviceSynchronize());
@@ -158,6 +175,8 @@ const char *gpu_missing(void) {
 WITHOUT_CUDA(gpu_buffer gpu_buffer_create(size_t bytes, size_t pad))
 WITHOUT_CUDA(bool gpu_buffer_intact(const gpu_buffer *buffer, const char *name))
 WITHOUT_CUDA(void gpu_buffer_destroy(gpu_buffer *buffer))
+WITHOUT_CUDA(void gpu_buffer_tile(gpu_buffer *buffer, const void *pattern, size_t period))
+WITHOUT_CUDA(size_t gpu_free_bytes(void))
 WITHOUT_CUDA(void gpu_upload(void *device, const void *host, size_t bytes))
 WITHOUT_CUDA(void gpu_download(void *host, const void *device, size_t bytes))
 WITHOUT_CUDA(gdelta_stream gpu_stream_create(void))

@@ -27,6 +27,13 @@ gpu_buffer gpu_buffer_create(size_t bytes, size_t pad);
 bool gpu_buffer_intact(const gpu_buffer *buffer, const char *name);
 void gpu_buffer_destroy(gpu_buffer *buffer);
 
+/* Fills the buffer with repetitions of a pattern in host memory: copies on the device, so that tens of GiB take a
+ * moment.
+ */
+void gpu_buffer_tile(gpu_buffer *buffer, const void *pattern, size_t period);
+/* Device memory that is free now. */
+size_t gpu_free_bytes(void);
+
 /* Synchronous copies. */
 void gpu_upload(void *device, const void *host, size_t bytes);
 void gpu_download(void *host, const void *device, size_t bytes);

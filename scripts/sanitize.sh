@@ -1,0 +1,42 @@
+#!/usr/bin/env bash
+# sanitize.sh [BUILD FOLDER]: compute-sanitizer's four tools over small calls of every operation and engine, one line a
+# tool and shape. Needs a GPU and a build; the folder has tests/gdelta-replay and bench/gdelta-bench, default build.
+# Exit status: 0 if there were no reports.
+set -uo pipefail
+cd "$(dirname "$0")/.." || exit
+build=${1:-build}
+sanitizer=$(PATH=$PATH:/usr/local/cuda/bin command -v compute-sanitizer) || {
+    echo "sanitize.sh: there is no compute-sanitizer here"
+    exit 2
+}
+log=$(mktemp)
+trap 'rm -f "$log"' EXIT
+
+# Small shapes: ragged with an empty sequence, a tail after whole chunks, K and V apart, odd sizes, segments.
+replay="$build/tests/gdelta-replay"
+bench="$build/bench/gdelta-bench --repeats 1"
+calls=(
+    "$replay --engine recurrent tests/golden/ragged_with_empty tests/golden/k96_v192 tests/golden/fp32_io"
+    "$replay --engine hopper tests/golden/ragged_with_empty tests/golden/one_chunk_plus_tail"
+    "$bench --op all --engine recurrent --hq 1 --hv 2 --k 64 --v 64 --seqlens 5,0,70 --batch 3 --tokens 2"
+    "$bench --op step --engine recurrent --hq 1 --hv 2 --k 128 --v 128 --batch 3 --tokens 4"
+    "$bench --op forward --engine hopper --hq 1 --hv 2 --seqlens 70,0,130"
+    "$bench --op forward --engine hopper --hq 1 --hv 1 --seqlens 1100"
+    "$bench --op backward --engine hopper --hq 1 --hv 2 --seqlens 70,0,130"
+)
+reports=0
+for tool in memcheck racecheck synccheck initcheck; do
+    for call in "${calls[@]}"; do
+        # shellcheck disable=SC2086 # the words of a call
+        timeout "${GDELTA_SANITIZE_SECONDS:-120}" "$sanitizer" --tool "$tool" --error-exitcode 9 $call >"$log" 2>&1
+        status=$?
+        printf '%-9s rc=%d %s: %s\n' "$tool" $status "$(grep -o 'SUMMARY: .*' "$log" | tail -n 1)" "${call#"$build"/}"
+        # 0 good, 1 a tolerance of replay or bench, which the tests judge: no report.
+        if ! grep -qE 'ERROR SUMMARY: 0 errors|RACECHECK SUMMARY: 0 hazards' "$log"; then
+            reports=$((reports + 1))
+            grep '=========' "$log" | head -n "${GDELTA_SANITIZE_LINES:-12}"
+        fi
+    done
+done
+echo "$reports calls with reports"
+[ $reports -eq 0 ]

@@ -1,0 +1,40 @@
+/* A numeric fuzzer: problems that nobody thought of, every engine against the fp64 reference, for a few seconds or as
+ * long as the environment says:
+ *
+ *     GDELTA_FUZZ_SECONDS   per engine and part; default 1
+ *     GDELTA_FUZZ_SEED      the first case is this number; default 0
+ *
+ * Case i of the grid is a function of i alone. A failure prints its number: with it as the seed, it comes first in part
+ * 0. */
+#define _POSIX_C_SOURCE 199309L /* clock_gettime */
+#include <stdio.h>
+#include <stdlib.h>
+#include <time.h>
+
+#include "support/case.h"
+#include "support/compare.h"
+#include "support/engine_test.h"
+#include "support/grid.h"
+
+enum { kParts = 4 };
+
+static double now(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
+}
+
+static int environment(const char *name, int otherwise) {
+    const char *text = getenv(name);
+    return text ? atoi(text) : otherwise;
+}
+
+ENGINE_TEST(fuzz, numbers, kParts) {
+    int seed = environment("GDELTA_FUZZ_SEED", 0), cases = 0;
+    double end = now() + environment("GDELTA_FUZZ_SECONDS", 1);
+    for (int i = seed + part; cases == 0 || now() < end; i += kParts, ++cases) {
+        test_case c = grid_case(kAnything, i);
+        cr_expect(check_case(&c, engine, grid_operations(&c)), "case %d, GDELTA_FUZZ_SEED=%d", i, i);
+    }
+    fprintf(stderr, "fuzz: %s, seed %d, part %d: %d cases\n", engine->name, seed, part, cases);
+}
