@@ -34,8 +34,9 @@ static gdelta_status enter(const gdelta_plan *plan, gdelta_stream stream, bool *
                        plan->compute_capability);
 }
 
+/* NULL where the plan asks for no bytes and there are none. */
 static void *at(const gdelta_buffers *buffers, size_t offset) {
-    return (char *)buffers->workspace + offset;
+    return buffers->workspace ? (char *)buffers->workspace + offset : NULL;
 }
 
 /* Launchers that were not compiled are not linked either: without CUDA gdelta_device_enter has refused before, and no
