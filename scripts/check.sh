@@ -71,9 +71,9 @@ verdict "include rules" "$(awk '
         if (to != "" && to != from && !(to in depth)) bad("an engine is included by nobody else")
         if (from in depth && to in depth && depth[to] > depth[from]) bad("engine -> rule -> tile -> ptx")
     }
-    $1 ~ /^(bench|tests)\// && $1 !~ /test_(plan|workspace|tile)/ && $2 ~ /^(host|kernels)\// &&
+    $1 ~ /^(bench|tests)\// && $1 !~ /test_(plan|workspace|tile)|fuzz_host/ && $2 ~ /^(host|kernels)\// &&
         $2 !~ /^host\/(convert|layout)\.h$/ {
-        bad("public headers, convert.h and layout.h only, but for tests of the plan and of tiles")
+        bad("public headers, convert.h and layout.h only, but for tests of the plan and of tiles, and the fuzzer")
     }' <<<"$includes")"
 
 # ---- Kernels ----

@@ -11,6 +11,8 @@ need cmake cmake
 need ninja ninja-build
 need pkg-config pkg-config
 need clang-format-14 clang-format-14 # scripts/check.sh: the format differs between versions
+need clang-14 clang-14             # scripts/fuzz.sh, and the runtime of its sanitizers:
+[ -e /usr/lib/llvm-14/lib/clang/14.0.6/lib/linux/libclang_rt.fuzzer-x86_64.a ] || missing+=(libclang-rt-14-dev)
 pkg-config --exists criterion 2>/dev/null || missing+=(libcriterion-dev)
 
 if [ ${#missing[@]} -eq 0 ]; then
