@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # fuzz.sh [SECONDS [LIBFUZZER OPTIONS]]: builds tests/fuzz/ with clang, address and undefined behaviour sanitizers into
-# build/fuzz, and runs it, 60 seconds by default. What it finds is left as build/fuzz/crash-*, which is an argument then.
+# build/fuzz, and runs it, 60 seconds by default. What it finds is left as build/fuzz/crash-*; build/fuzz/fuzz_host runs
+# such a file again.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 seconds=${1:-60}

@@ -109,7 +109,6 @@ static void choose_memory(test_case *c, int i) {
     c->host_tables = draw(i, "host_tables", 2);
     c->keep_state = draw(i, "keep_state", 4) == 0;
     c->accumulate = draw(i, "accumulate", 2);
-    c->wide_pads = draw(i, "wide_pads", 16) == 0;
 }
 
 static void choose_roles(test_case *c, int i) {
