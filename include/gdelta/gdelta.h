@@ -316,7 +316,8 @@ GDELTA_API void gdelta_plan_destroy(gdelta_plan *plan);
 GDELTA_API size_t gdelta_plan_describe(const gdelta_plan *plan, char *text, size_t size);
 
 /* Bytes of scratch that one call of `operation` needs; may be 0. Exact, no hidden allocation besides; it never shrinks
- * when batch, tokens, sequences or total_tokens grow. The buffer must be aligned to 256 bytes; its contents need no
+ * when batch, tokens, sequences or total_tokens grow, as long as chunks of 64 tokens times output heads stay below
+ * 2^31, where AUTO leaves the hopper engine. The buffer must be aligned to 256 bytes; its contents need no
  * initialisation and do not outlive the call. INVALID_ARGUMENT; UNSUPPORTED where the operation is. */
 GDELTA_API gdelta_status gdelta_plan_workspace_size(const gdelta_plan *plan, gdelta_operation operation, size_t *bytes);
 

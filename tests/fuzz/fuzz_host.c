@@ -645,8 +645,11 @@ static void hold_growth(const gdelta_problem *p, size_t bytes, gdelta_operation 
     int64_t *const sizes[] = {&more.batch, &more.tokens, &more.sequences, &more.total_tokens};
     int64_t *size = sizes[below(4)], grown;
     if (*size <= 0 || __builtin_add_overflow(*size, 1 + below(200), &grown)) return;
-    if (p->layout == GDELTA_LAYOUT_THD && size == &more.tokens && more.tokens == 0) return; /* 0: not known */
     *size = grown;
+    bool packed = p->layout == GDELTA_LAYOUT_THD;
+    wide heads = p->heads_q > p->heads_v ? p->heads_q : p->heads_v;
+    wide chunks = packed ? more.total_tokens / 64 + (wide)more.sequences : (wide)more.batch * (more.tokens / 64 + 1);
+    if (chunks * heads > INT32_MAX / 2) return; /* near there AUTO leaves the hopper engine, as gdelta.h says */
     gdelta_plan *plan;
     size_t larger;
     if (gdelta_plan_create(&more, &plan) != GDELTA_OK) return;
