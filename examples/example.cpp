@@ -23,10 +23,10 @@ int main() {
     gdelta_forward_args args{};
     args.struct_size = sizeof args;
     args.q.data = q.data(), args.k.data = k.data(), args.v.data = v.data(), args.o.data = o.data();
-    check(gdelta_reference_forward(&problem, &args)); // on the CPU
+    check(gdelta_reference_forward(&problem, &args));  // on the CPU
     std::printf("o[0] = %g\n", o[0]);
 
-    gdelta_plan *made = nullptr; // on the GPU: the same args with device pointers
+    gdelta_plan *made = nullptr;  // on the GPU: the same args with device pointers
     check(gdelta_plan_create(&problem, &made));
     std::unique_ptr<gdelta_plan, decltype(&gdelta_plan_destroy)> plan(made, gdelta_plan_destroy);
     size_t bytes = 0;

@@ -1,6 +1,7 @@
 //! gdelta from Rust. The bindings are made from the header by bindgen:
 //!
-//!     bindgen reference.h -o gdelta.rs --allowlist-item '(?i)gdelta.*' -- -I /opt/gdelta/include
+//!     bindgen reference.h -o gdelta.rs --allowlist-function 'gdelta.*' --allowlist-type 'gdelta.*' \
+//!         --allowlist-var 'GDELTA.*' -- -I /opt/gdelta/include
 #[allow(non_upper_case_globals, non_camel_case_types, dead_code)]
 mod gdelta {
     include!(env!("GDELTA_BINDINGS"));

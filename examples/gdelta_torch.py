@@ -76,7 +76,7 @@ class GatedDeltaRule(torch.autograd.Function):
 
 def chunk_gated_delta_rule(query, key, value, g, beta, initial_state=None, output_final_state=False,
                            use_qk_l2norm_in_kernel=False, engine=lib.ENGINE_AUTO, **_):
-    """Whole sequences, with gradients. q, k [B, T, HQ, K], v [B, T, HV, V], g and beta [B, T, HV], states [B, HV, K, V]."""
+    """Whole sequences, with gradients. q, k [B, T, HQ, K], v [B, T, HV, V]; g, beta [B, T, HV]; states [B,HV,K,V]."""
     o, final = GatedDeltaRule.apply(query, key, value, g, beta, initial_state, use_qk_l2norm_in_kernel, engine)
     return o, final if output_final_state else None
 

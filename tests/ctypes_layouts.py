@@ -14,8 +14,8 @@ for name, struct in lib.structs.items():
     print(f'_Static_assert(sizeof({name}) == {ctypes.sizeof(struct)}, "{name}");')
     for field, *_ in struct._fields_:
         at = getattr(struct, field)
-        print(f'_Static_assert(offsetof({name}, {field}) == {at.offset} && sizeof((({name} *)0)->{field}) == {at.size}, '
-              f'"{name}.{field}");')
+        same = f"offsetof({name}, {field}) == {at.offset} && sizeof((({name} *)0)->{field}) == {at.size}"
+        print(f'_Static_assert({same}, "{name}.{field}");')
 
 ones, out = (ctypes.c_float * 2)(1, 1), (ctypes.c_float * 2)()
 one, to = (lib.tensor(data=ctypes.addressof(x)) for x in (ones, out))

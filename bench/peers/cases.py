@@ -74,7 +74,8 @@ def inputs(case, seed=0):
 
     ragged = len(set(case.lengths)) > 1
     outer = (1, case.rows) if ragged else (len(case.lengths), case.lengths[0])
-    x = SimpleNamespace(q=normal(*outer, case.hq, K), k=normal(*outer, case.hq, K), v=normal(*outer, case.hv, V), cu=None)
+    q, k, v = normal(*outer, case.hq, K), normal(*outer, case.hq, K), normal(*outer, case.hv, V)
+    x = SimpleNamespace(q=q, k=k, v=v, cu=None)
     if not case.norm:
         x.q, x.k = (torch.nn.functional.normalize(y.float(), dim=-1).bfloat16() for y in (x.q, x.k))
     x.s0 = (0.1 * normal(len(case.lengths), case.hv, K, V, dtype=torch.float32)).to(case.state)

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Draws and tabulates what compare.py measured: charts.py peers.json writes peers.md and, with matplotlib, SVG charts."""
+"""charts.py peers.json: tabulates what compare.py measured, peers.md, and with matplotlib draws it, peers-*.svg."""
 
 import json
 import sys
@@ -88,7 +88,8 @@ def draw(report, out):
                 points = [(row["rows"], times(row)[name]) for row in here if name in times(row)]
                 if points:
                     axis.plot(*zip(*points), "o-" if suite == "decode" else "o", color=colour, label=name)
-            axis.plot([row["rows"] for row in here], [row["floor_us"] for row in here], "_", color="grey", label="floor")
+            floors = [row["floor_us"] for row in here]
+            axis.plot([row["rows"] for row in here], floors, "_", color="grey", label="floor")
             axis.set(xscale="log", yscale="log", title=f"{setting[0]} heads, {setting[1]} states", ylabel="us",
                      xlabel="sequences" if suite == "decode" else "tokens in all")
         axes[0][0].legend(frameon=False, fontsize=8)
@@ -118,7 +119,7 @@ def write(report, out):
     try:
         draw(report, out)
     except ImportError:
-        print("**** SKIPPED: charts; there is no matplotlib here. Elsewhere: charts.py " + out + ".json", file=sys.stderr)
+        print(f"**** SKIPPED: charts; there is no matplotlib here. Elsewhere: charts.py {out}.json", file=sys.stderr)
 
 
 if __name__ == "__main__":

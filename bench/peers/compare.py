@@ -142,7 +142,7 @@ def main():
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--out", default="peers", help="what the names of the files begin with")
     options.add_argument("--suite", default="forward,before,weak,backward,decode",
-                         help="of forward (norm within the call), before (norm before it), weak gates, backward, decode")
+                         help="forward (norm within the call), before (norm before it), weak gates, backward, decode")
     options.add_argument("--heads", help="only these, such as 16/32")
     options.add_argument("--peers", default=",".join(PEERS))
     options.add_argument("--seconds", type=float, default=0.3, help="of timing a row; 0: first calls only")
@@ -151,7 +151,8 @@ def main():
     if given.tuning:
         import triton.testing
 
-        triton.testing.do_bench.__defaults__ = (given.tuning / 5, given.tuning, *triton.testing.do_bench.__defaults__[2:])
+        bench = triton.testing.do_bench
+        bench.__defaults__ = (given.tuning / 5, given.tuning, *bench.__defaults__[2:])
 
     peers, versions = {}, dict(torch=torch.__version__, cuda=torch.version.cuda)
     for name in given.peers.replace("gdelta, hopper", "gdelta; hopper").split(","):
@@ -159,7 +160,7 @@ def main():
         try:
             peers[name] = PEERS[name]()
             versions[name] = peers[name].version
-        except Exception as wrong:  # ImportError, or whatever a package does when it meets the wrong GPU
+        except Exception as wrong:  # ImportError, or whatever a package does on the wrong GPU
             print(f"**** SKIPPED: {name}: {type(wrong).__name__}: {wrong}", file=sys.stderr, flush=True)
             versions[name] = f"skipped: {wrong}"
     suites = dict(forward=lambda: cases.h200("forward"), before=lambda: cases.h200("forward", norm=False),

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""Hugging Face's Qwen3-Next with its delta rule replaced by gdelta: a small model with the heads of the real one, random
-weights, bf16. Prefill and 32 decode steps, once with the functions of transformers in PyTorch, once with gdelta's, on
+"""Hugging Face's Qwen3-Next with its delta rule replaced by gdelta: a small model with the heads of the real one,
+random weights, bf16. Prefill and 32 decode steps, once with the functions of transformers in PyTorch, once with gdelta's, on
 the same tokens; prints how far logits and states are apart, and both times of the model and of the function alone.
 
     GDELTA_LIBRARY=build/libgdelta.so bench/peers/swap_in.py [--device cpu]"""
@@ -93,9 +93,9 @@ def main():
         run(model, tokens, given.steps, functions)  # warm
         results[name] = run(model, tokens, given.steps, functions)
     exact = run(model.float(), tokens, given.steps, THEIRS)
-    kinds = [layer_type for layer_type in model.config.layer_types]
-    print(f"{kinds.count('linear_attention')} gated delta layers of 16/32 heads, K = V = 128; {given.prompt} tokens, then "
-          f"{given.steps} steps; bf16")
+    kinds = model.config.layer_types
+    print(f"{kinds.count('linear_attention')} gated delta layers of 16/32 heads, K = V = 128, bf16; {given.prompt} "
+          f"tokens, then {given.steps} steps")
     print("relative L2 of            prefill logits   step logits   states, worst layer")
     for name, one, other in (("gdelta - PyTorch", results["gdelta"], results["PyTorch"]),
                              ("gdelta - fp32 model", results["gdelta"], exact),
@@ -105,8 +105,8 @@ def main():
               f"{apart(one[0][:, given.prompt:], other[0][:, given.prompt:]):14.2e} {worst:14.2e}")
     same = (results["gdelta"][0].argmax(-1) == results["PyTorch"][0].argmax(-1)).float().mean().item()
     print(f"same most likely token: {100 * same:.2f}%")
-    for what, unit in (("prefill", "model, prefill"), ("step", "model, a step"), ("chunk", "delta rule, prefill, 3 layers"),
-                       ("recurrent", "delta rule, a step, 3 layers")):
+    for what, unit in (("prefill", "model, prefill"), ("step", "model, a step"), ("chunk", "delta rule, prefill"),
+                       ("recurrent", "delta rule, a step")):
         theirs, ours = (1e3 * results[n][2][what] for n in ("PyTorch", "gdelta"))
         print(f"{unit:32} PyTorch {theirs:9.3f} ms   gdelta {ours:9.3f} ms   {theirs / ours:6.1f} x")
 
