@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # languages.sh LIBRARY CC: what docs/calling.md shows. Its blocks are the bytes of examples/; the ctypes structs are
-# C's; the programs compile and run on the CPU reference. A language whose compiler is not here is skipped, loudly. Run from
-# the root of the source tree.
+# C's; the programs compile and run on the CPU reference. A language whose compiler is not here is skipped, loudly. Run
+# from the root of the source tree.
 set -euo pipefail
 library=$1 cc=$2 cxx=${CXX:-c++}
 folder=$(dirname "$library")

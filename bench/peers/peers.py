@@ -36,6 +36,8 @@ class Gdelta:
         self.version = f"{number // 10000}.{number // 100 % 100}.{number % 100}"
 
     def prepare(self, case, x):
+        if self.engine and case.operation != "backward":
+            raise Refused("is what gdelta is")
         lib, tensor, state = self.lib, self.api.tensor, self.api.state
         words = self.api.problem(x.q, x.k, x.v, x.a if case.step else x.g, x.b if case.step else x.beta, case.norm,
                                  self.engine)
@@ -46,10 +48,10 @@ class Gdelta:
             tensor = self.packed_tensor
         if case.step:
             words.update(gate=lib.GATE_SOFTPLUS, beta=lib.BETA_SIGMOID)
-            out = dict(o=torch.empty_like(x.v), s=x.s0)
+            out = dict(o=torch.empty_like(x.v), s=x.s0.clone())  # in place
             args = lib.step_args(q=tensor(x.q), k=tensor(x.k), v=tensor(x.v), g=tensor(x.a), beta=tensor(x.b),
                                  a_log=vector(lib, x.a_log), dt_bias=vector(lib, x.dt_bias), o=tensor(out["o"]),
-                                 state=state(x.s0))
+                                 state=state(out["s"]))
             run, operation = lib.step, lib.OPERATION_STEP
         else:
             inputs = dict(q=tensor(x.q), k=tensor(x.k), v=tensor(x.v), g=tensor(x.g), beta=tensor(x.beta),

@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """Hugging Face's Qwen3-Next with its delta rule replaced by gdelta: a small model with the heads of the real one,
-random weights, bf16. Prefill and 32 decode steps, once with the functions of transformers in PyTorch, once with gdelta's, on
-the same tokens; prints how far logits and states are apart, and both times of the model and of the function alone.
+random weights, bf16. Prefill and 32 decode steps, once with the functions of transformers in PyTorch, once with
+gdelta's, on the same tokens; prints how far logits and states are apart, and both times of the model and of the
+function alone.
 
     GDELTA_LIBRARY=build/libgdelta.so bench/peers/swap_in.py [--device cpu]"""
 
