@@ -30,8 +30,8 @@ static size_t chunk_count(const gdelta_shape *shape) {
     return (size_t)gdelta_chunk_capacity(shape->sequences, shape->tokens, shape->rows, shape->packed);
 }
 
-static size_t rows_bytes(const gdelta_shape *shape) {
-    return chunk_count(shape) * (size_t)shape->heads_o * kHopperRowFloats * sizeof(float);
+static size_t rows_bytes(const gdelta_shape *shape, size_t floats) {
+    return chunk_count(shape) * (size_t)shape->heads_o * floats * sizeof(float);
 }
 
 int64_t gdelta_summary_room(const gdelta_shape *shape, int32_t multiprocessors) {
@@ -45,9 +45,9 @@ int64_t gdelta_summary_room(const gdelta_shape *shape, int32_t multiprocessors) 
 void gdelta_workspace_hopper_forward(const gdelta_shape *shape, int64_t summaries, gdelta_workspace_table *table) {
     size_t chunk_heads = chunk_count(shape) * (size_t)shape->heads_o;
     gdelta_workspace_forward(shape, table);
-    table->rows = take(&table->bytes, rows_bytes(shape));
+    table->rows = take(&table->bytes, rows_bytes(shape, kHopperForwardRowFloats));
     table->x = take(&table->bytes, chunk_heads * (size_t)(shape->dim_k / kChunk) * kHopperTileBytes);
-    table->z = take(&table->bytes, chunk_heads * kHopperTileBytes);
+    table->z = take(&table->bytes, chunk_heads * kHopperLowerBytes);
     table->m = take(&table->bytes, (size_t)summaries * (size_t)shape->dim_k * (size_t)shape->dim_k * sizeof(float));
     table->n = take(&table->bytes, (size_t)summaries * (size_t)shape->dim_k * (size_t)shape->dim_v * sizeof(float));
 }
@@ -73,7 +73,7 @@ void gdelta_workspace_hopper_backward(const gdelta_shape *shape, gdelta_workspac
     size_t values = kChunk * (size_t)shape->dim_v * kElementBytes;
     table->bytes = table->malformed;
     take(&table->bytes, malformed_bytes(shape));
-    table->rows = take(&table->bytes, rows_bytes(shape));
+    table->rows = take(&table->bytes, rows_bytes(shape, kHopperRowFloats));
     table->x = take(&table->bytes, chunk_heads * (size_t)(shape->dim_k / kChunk) * kHopperTileBytes);
     table->z = take(&table->bytes, chunk_heads * kHopperTileBytes);
     table->r = take(&table->bytes, chunk_heads * kHopperTileBytes);

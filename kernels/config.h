@@ -81,9 +81,16 @@ enum {
     /* The longest sequence for which AUTO prefers the recurrent engine. One chunk, to be measured. */
     kHopperMinTokens = 64,
 
-    /* Five numbers a token, one more a chunk, padded to 16 bytes. */
-    kHopperRowFloats = 5 * kChunk + 4,
+    /* Three numbers a token, and one a chunk padded to 16 bytes; two more a token for backward. */
+    kHopperForwardRowFloats = 3 * kChunk + 4,
+    kHopperRowFloats = kHopperForwardRowFloats + 2 * kChunk,
     kHopperTileBytes = kChunk * kChunk * 2,
+    kHopperSquareBytes = 16 * 16 * 2,
+    kHopperLowerBytes = 10 * kHopperSquareBytes, /* a lower triangular tile in squares, those above left out */
+    /* Chunks and query heads up to which forward's kernels overlap (programmatic launch). 2/8, 1 x 2048, 64 of them: 51
+     * us without, 44 with; 16/64, 1 x 8192, 2048 of them: 255 and 262; 16/32, 1 x 32768: 739 and 829. */
+    kHopperEarlyBlocks = 128,
+
     kHopperPrepareHeads = 8, /* output heads of one block of prepare */
 
     /* Segments of a sequence at most, and chunks of one at least: so summaries stay below 12 KiB a token at 48 heads.

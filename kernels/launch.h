@@ -40,8 +40,8 @@ int gdelta_launch_recurrent_backward(const gdelta_backward_call *call, const gde
  */
 typedef struct gdelta_hopper_work {
     int32_t *malformed; /* [1], as in gdelta_recurrent_work */
-    float *rows;        /* [chunks, HO, kHopperRowFloats]: what gate, beta and norm make of each token */
-    void *x, *z;        /* [chunks, HO, 64, K] and [chunks, HO] tiles, as prepare.cu says */
+    float *rows;        /* [chunks, HO] row tables (chunk.cuh): what gate, beta and norm make of each token */
+    void *x, *z;        /* [chunks, HO, 64, K] and [chunks, HO] lower triangles or tiles, as prepare.cu says */
     float *m, *n;       /* forward with segments. [N HO, segments - 1, K, K] and [.., V, K], as scan.cu says */
     void *r;            /* backward, all three or none. [chunks, HO] tiles, as prepare.cu says */
     void *p, *l;        /* [chunks, HQ] tiles: lower(Q K^T) and strictly_lower(K K^T) */

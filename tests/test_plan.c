@@ -78,15 +78,15 @@ static size_t chunks_of(const gdelta_problem *p) {
     return (size_t)(thd ? p->total_tokens / 64 + p->sequences : p->batch * ((p->tokens + 63) / 64));
 }
 
-/* The row table: 324 floats for each chunk of 64 tokens and output head. Packed sequences may all end within a chunk.
- */
-static size_t row_bytes(const gdelta_problem *p, size_t heads) {
-    return padded(chunks_of(p) * heads * 324 * 4);
+/* The row table: so many floats for each chunk of 64 tokens and output head. Packed sequences may all end within a
+ * chunk. */
+static size_t row_bytes(const gdelta_problem *p, size_t heads, size_t floats) {
+    return padded(chunks_of(p) * heads * floats * 4);
 }
 
-/* Hopper forward: for each chunk and output head 64 rows of K and 64 of 64 elements of 16 bits; and summaries, [K, K]
- * and [K, V] of fp32, of all but one segment of a sequence, 512 tokens at least and 32 segments at most, but no more
- * than two a multiprocessor in all. */
+/* Hopper forward: for each chunk and output head 64 rows of K and a lower triangle of 64 x 64 in squares of 16 x 16, of
+ * 16 bits; and summaries, [K, K] and [K, V] of fp32, of all but one segment of a sequence, 512 tokens at least and 32
+ * segments at most, but no more than two a multiprocessor in all. */
 static size_t hopper_bytes(const gdelta_problem *p, size_t heads) {
     size_t chunk_heads = chunks_of(p) * heads, k = (size_t)p->dim_k, v = (size_t)p->dim_v;
     bool thd = p->layout == GDELTA_LAYOUT_THD;
@@ -95,16 +95,17 @@ static size_t hopper_bytes(const gdelta_problem *p, size_t heads) {
     if (segments > 32) segments = 32;
     if (segments < 1 || (p->flags & GDELTA_FLAG_BATCH_INVARIANT)) segments = 1;
     size_t summaries = jobs * (segments - 1) < most ? jobs * (segments - 1) : most;
-    return row_bytes(p, heads) + padded(chunk_heads * 64 * k * 2) + padded(chunk_heads * 8192) +
+    return row_bytes(p, heads, 196) + padded(chunk_heads * 64 * k * 2) + padded(chunk_heads * 5120) +
            padded(summaries * k * k * 4) + padded(summaries * k * v * 4);
 }
 
-/* Backward: the row table, tiles of 64 x 64, one for each output head and two for each query head, and for each output
- * head two states and two sets of rows of V of 16 bits, and of fused gates two doubles. */
+/* Backward: the row table; for each output head 64 rows of K, two tiles of 64 x 64, two states and two sets of rows of
+ * V of 16 bits, and of fused gates two doubles; for each query head two tiles. */
 static size_t hopper_backward_bytes(const gdelta_problem *p, size_t heads) {
     size_t chunks = chunks_of(p), k = (size_t)p->dim_k, v = (size_t)p->dim_v;
-    return row_bytes(p, heads) + padded(chunks * heads * 8192) + 2 * padded(chunks * (size_t)p->heads_q * 8192) +
-           2 * padded(chunks * heads * k * v * 2) + 2 * padded(chunks * heads * 64 * v * 2) +
+    return row_bytes(p, heads, 324) + padded(chunks * heads * 64 * k * 2) + 2 * padded(chunks * heads * 8192) +
+           2 * padded(chunks * (size_t)p->heads_q * 8192) + 2 * padded(chunks * heads * k * v * 2) +
+           2 * padded(chunks * heads * 64 * v * 2) +
            (p->gate == GDELTA_GATE_SOFTPLUS ? padded(chunks * heads * 16) : 0);
 }
 

@@ -18,8 +18,8 @@ struct Range<__half> {
     static constexpr float kDown = 1.0f / 16, kUp = 16.0f, kLogUp = 4.0f;
 };
 
-// The row table of one chunk and output head, kHopperRowFloats floats. r are norm factors, e = exp(G), G the sum of log
-// gates from the chunk's first token on.
+// The row table of one chunk and output head, kHopperRowFloats floats; forward's ends before kRowNorm. r are norm
+// factors, e = exp(G), G the sum of log gates from the chunk's first token on.
 enum RowTable {
     kRowGates = 0,     // for each pair of tokens: beta, beta, beta e r_k, beta e r_k. 128 floats
     kRowDecay = 128,   // one float: exp(G_last)
@@ -27,6 +27,14 @@ enum RowTable {
     kRowNorm = 196,    // r_k
     kRowLog = 260      // log2 e
 };
+
+static_assert(static_cast<int>(kRowNorm) == kHopperForwardRowFloats, "");
+
+// Z in memory: its squares of 16 x 16 on and below the diagonal, column by column; as the tensor cores read them,
+// squares_k_major of tile/panel.cuh.
+__device__ __forceinline__ constexpr int lower_column(int j) {
+    return kHopperSquareBytes * (j * (9 - j) / 2);
+}
 
 // Chunk number of the c-th chunk of a sequence.
 __device__ __forceinline__ int64_t chunk_number(const gdelta_shape &shape, int64_t n, int64_t begin, int64_t c) {
@@ -52,9 +60,9 @@ struct Chunk {
 __device__ __forceinline__ Chunk find_chunk(const gdelta_shape &shape, const gdelta_inputs &in, int64_t number) {
     int64_t n, c, begin = 0, length = shape.tokens;
     if (!shape.packed) {
-        int64_t chunks = (shape.tokens + kChunk - 1) / kChunk;
-        n = number / chunks;
-        c = number - n * chunks;
+        unsigned chunks = static_cast<unsigned>((shape.tokens + kChunk - 1) / kChunk);  // all of them fit in 32 bits
+        n = static_cast<unsigned>(number) / chunks;
+        c = static_cast<unsigned>(number) % chunks;
     } else {
         // The last sequence whose first number is not above: each round tries 32 of those in question.
         int64_t low = 0, high = shape.sequences;

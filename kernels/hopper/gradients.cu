@@ -25,10 +25,17 @@
 // grouped, every output head has a query head of its own, which is begun and ended with it. All sums stay in the
 // registers of one thread, in a fixed order. Block: warpgroups
 //
-//   queries   D1, E1, dq, A1 for `keys`         keys     D2, D3, E2, dk
-//   values    dv, <dS', S>, dg, dbeta           loader   one warp each: rows, dO, w; S, y; dS'; q, p, k, l
+//   queries   E1, D1, dq, A1 for `keys`      keys    E2, D2, D3, dk
+//   values    dv, <dS', S>                   fourth  three loading warps: rows, dO, w; y, S, dS'; p, l, q, k; and
+//                                                    `gates`: dg, dbeta
 //
-// Shared memory at K = V = 128, KB: q, k 32; p, l 16; S, dS' 64; dO, w, y two stages 96; A1 or A2 8; rows and sums 6.
+// Memory sets the pace (150 to 170 KB a chunk and output head, 8700 cycles at the rate of a copy; tensor cores 2560),
+// so no role waits for another but for room, and what has no second buffer is needed late: a head begins with E1 and
+// E2, whose operands were loaded a head ahead, while S, dS' and, in a new job, q and k are on their way. Jobs are found
+// ahead of all by a loading warp; `gates` loads g and beta before the sums that it waits for are there.
+//
+// Shared memory at K = V = 128, KB: q, k 32; p, l 16; S, dS' 64; dO, w, y two stages 96; A1 or A2 8; rows and sums,
+// two stages, 9.
 // q and k serve the products and the dot products of rows; p = scale lower(q k^T) and l = strictly_lower(k k^T) are
 // prepare's.
 //
@@ -53,7 +60,8 @@ struct GradientJob {
 
 template <int PanelsK, int PanelsV>
 struct __align__(1024) GradientShared {
-    static constexpr int kStages = 2;  // of dO, w, y, rows
+    static constexpr int kStages = 2;  // of dO, w, y, rows, sums
+    static constexpr int kJobs = 4;    // found, and not yet done by all
 
     unsigned char k[PanelsK * kPanelBytes], q[PanelsK * kPanelBytes];
     unsigned char p[kPanelBytes], l[kPanelBytes];
@@ -65,13 +73,14 @@ struct __align__(1024) GradientShared {
     struct Sums {                                                         // of one output head
         float row_q[kChunk], row_k[kChunk], write[kChunk], beta[kChunk];  // write: k.dk1
         float column_q[kWarps][kChunk], column_k[kWarps][kChunk];
-    } sums;
-    float dot[kWarps];
-    GradientJob jobs[4];  // one a role
-    uint64_t k_full[1], k_empty[1], q_full[1], q_empty[1], s_full[1], s_empty[1], ds_full[1], ds_empty[1];
+        float decay[kWarps];  // parts of exp(G_last) <dS', S>
+    } sums[kStages];
+    GradientJob jobs[kJobs];
+    uint64_t job_full[kJobs], job_empty[kJobs];
+    uint64_t k_full[1], k_clear[1], k_empty[1], q_full[1], q_empty[1], p_full[1], p_empty[1], l_full[1], l_empty[1];
+    uint64_t s_full[1], s_empty[1], ds_full[1], ds_empty[1], a_full[1], a_empty[1];
     uint64_t o_full[kStages], o_empty[kStages], w_full[kStages], w_empty[kStages], y_full[kStages], y_empty[kStages];
-    uint64_t r_full[kStages], r_empty[kStages];
-    uint64_t a_full[1], a_empty[1], sums_full[1], sums_empty[1];
+    uint64_t r_full[kStages], r_empty[kStages], sums_full[kStages], sums_empty[kStages];
 };
 
 // The i-th output head that reads key head `head_k`.
@@ -153,6 +162,31 @@ __device__ __forceinline__ void dot_rows(uint32_t tile, const float *d, RowPair 
     }
 }
 
+// sum += factor d, and to `dots` the parts of the dot products of the rows at `tile` with those of d.
+template <typename T>
+__device__ __forceinline__ void add_product(uint32_t tile, const float (&d)[32], RowPair factor, float *sum,
+                                            RowPair &dots) {
+    const Lane p = lane_anew();
+#pragma unroll
+    for (int b = 0; b < 4; ++b) {
+        float x[8];
+        load_block<T>(tile, p, b, x);
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+            float &dot = i & 2 ? dots.lower : dots.upper, &total = sum[8 * b + i];
+            dot = fmaf(x[i], d[8 * b + i], dot);
+            total = fmaf(i & 2 ? factor.lower : factor.upper, d[8 * b + i], total);
+        }
+    }
+}
+
+// What to keep of a pair of elements of a diagonal 16 x 16 block, of its two halves on the diagonal: all but those on
+// it.
+__device__ __forceinline__ uint32_t off_diagonal(Lane p) {
+    int row = p.lane / 4;
+    return row == p.column ? 0xffff0000u : row == p.column + 1 ? 0x0000ffffu : ~0u;
+}
+
 // Norm factors of the lane's two rows.
 template <typename T, int Panels>
 __device__ __forceinline__ RowPair row_norms(const gdelta_shape &shape, uint32_t tile) {
@@ -177,35 +211,38 @@ __device__ __forceinline__ RowPair row_norms(const gdelta_shape &shape, uint32_t
     return {factor(sum_row(sums.upper)), factor(sum_row(sums.lower))};
 }
 
-// Two neighbours of a row.
+// Eight neighbours of a row.
 template <typename T>
-__device__ __forceinline__ void store_pair(T *to, float x, float y) {
-    if (reinterpret_cast<uintptr_t>(to) % (2 * sizeof(T)) == 0) {
-        if constexpr (sizeof(T) == 4) {
-            *reinterpret_cast<float2 *>(to) = make_float2(x, y);
-        } else {
-            *reinterpret_cast<uint32_t *>(to) = pack<T>(x, y);
-        }
+__device__ __forceinline__ void store_eight(T *to, const uint4 &x) {
+    if (reinterpret_cast<uintptr_t>(to) % 16 == 0) return st_global(to, x);
+    const T *from = reinterpret_cast<const T *>(&x);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) to[i] = from[i];
+}
+template <typename T>
+__device__ __forceinline__ void store_eight(T *to, const float (&x)[8]) {
+    if constexpr (sizeof(T) == 2) {
+        store_eight(to, make_uint4(pack<T>(x[0], x[1]), pack<T>(x[2], x[3]), pack<T>(x[4], x[5]), pack<T>(x[6], x[7])));
+    } else if (reinterpret_cast<uintptr_t>(to) % 16 == 0) {
+        reinterpret_cast<float4 *>(to)[0] = make_float4(x[0], x[1], x[2], x[3]);
+        reinterpret_cast<float4 *>(to)[1] = make_float4(x[4], x[5], x[6], x[7]);
     } else {
-        from_float(x, to);
-        from_float(y, to + 1);
+#pragma unroll
+        for (int i = 0; i < 8; ++i) to[i] = x[i];
     }
 }
 
-// Eight neighbours of a row.
-template <typename T>
-__device__ __forceinline__ void store_eight(T *to, const float (&x)[8]) {
-    if (reinterpret_cast<uintptr_t>(to) % 16 == 0) {
-        if constexpr (sizeof(T) == 4) {
-            reinterpret_cast<float4 *>(to)[0] = make_float4(x[0], x[1], x[2], x[3]);
-            reinterpret_cast<float4 *>(to)[1] = make_float4(x[4], x[5], x[6], x[7]);
-        } else {
-            st_global(to,
-                      make_uint4(pack<T>(x[0], x[1]), pack<T>(x[2], x[3]), pack<T>(x[4], x[5]), pack<T>(x[6], x[7])));
-        }
-    } else {
+// Four lanes have x[0 .. 3] each; lane l gets x[l] of all of them.
+__device__ __forceinline__ void transpose_lanes(uint32_t (&x)[4]) {
 #pragma unroll
-        for (int i = 0; i < 8; ++i) from_float(x[i], to + i);
+    for (int bit = 1; bit <= 2; bit *= 2) {
+        bool upper = threadIdx.x & bit;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            if (i & bit) continue;
+            uint32_t other = __shfl_xor_sync(0xffffffffu, upper ? x[i] : x[i + bit], bit);
+            (upper ? x[i] : x[i + bit]) = other;
+        }
     }
 }
 
@@ -239,15 +276,34 @@ __device__ __forceinline__ void finish_rows(const gdelta_shape &shape, const gde
         }
     }
     with_dtype(out.dtype, [&](auto *type) {
+        using Out = std::remove_pointer_t<decltype(type)>;
 #pragma unroll
         for (int lower = 0; lower < 2; ++lower) {
             int row = p.row + 8 * lower;
-            if (row >= chunk.rows) continue;
-            auto *to =
-                static_cast<decltype(type)>(out.data) + offset_of(out, chunk.batch, chunk.begin + row, head) + p.column;
+            Out *to = static_cast<Out *>(out.data) + offset_of(out, chunk.batch, chunk.begin + row, head);
+            if constexpr (sizeof(Out) == 2) {
 #pragma unroll
-            for (int j = 0; j < 8 * Panels; ++j) {
-                store_pair(to + 8 * j, d[4 * j + 2 * lower], d[4 * j + 2 * lower + 1]);
+                for (int j = 0; j < 8 * Panels; j += 4) {  // the four lanes of a row: eight columns each
+                    uint32_t x[4];
+#pragma unroll
+                    for (int i = 0; i < 4; ++i) {
+                        const float *pair = &d[4 * (j + i) + 2 * lower];
+                        x[i] = pack<Out>(pair[0], pair[1]);
+                    }
+                    transpose_lanes(x);
+                    if (row < chunk.rows) store_eight(to + 8 * j + 4 * p.column, make_uint4(x[0], x[1], x[2], x[3]));
+                }
+            } else if (row < chunk.rows) {
+                bool paired = reinterpret_cast<uintptr_t>(to) % 8 == 0;
+#pragma unroll
+                for (int j = 0; j < 8 * Panels; ++j) {
+                    float x = d[4 * j + 2 * lower], y = d[4 * j + 2 * lower + 1], *at = to + 8 * j + p.column;
+                    if (paired) {
+                        *reinterpret_cast<float2 *>(at) = make_float2(x, y);
+                    } else {
+                        at[0] = x, at[1] = y;
+                    }
+                }
             }
         }
     });
@@ -265,8 +321,7 @@ template <typename T, int PanelsK, int PanelsV>
 struct Gradients {
     using Shared = GradientShared<PanelsK, PanelsV>;
     static constexpr uint32_t kState = PanelsK * kPanelBytes;  // of 64 columns of V
-    enum Role { kQueries, kKeys, kValues, kLoader };
-    enum { kBarrierRole = 1, kBarrierRagged = 5 };  // a barrier each role
+    enum { kBarrierQueries = 1, kBarrierKeys };
 
     const gdelta_backward_call &call;
     const gdelta_hopper_backward_work &work;
@@ -277,54 +332,54 @@ struct Gradients {
     using Job = GradientJob;
 
     // f(job) for each job of the block whose number is in use, unused(job) for the others. All roles see the same jobs.
-    template <int role, typename F, typename G>
+    template <typename F, typename G>
     __device__ __forceinline__ void for_jobs(F f, G unused) const {
-        int jobs = static_cast<int>(chunks * call.shape.heads_k);
-        const Job &job = shared.jobs[role];
-        for (int at = blockIdx.x; at < jobs; at += gridDim.x) {
-            named_barrier(kBarrierRole + role, 128);  // all are done with the last one
-            if (threadIdx.x % 128 < 32) find_job(at, shared.jobs[role]);
-            named_barrier(kBarrierRole + role, 128);
+        for (int n = 0; job_at(n) < jobs(); ++n) {
+            int slot = ring_slot<Shared::kJobs>(n);
+            wait(shared.job_full[slot], ring_parity<Shared::kJobs>(n));
+            const Job &job = shared.jobs[slot];
             if (job.chunk.rows) {
                 f(job);
             } else {
                 unused(job);
             }
+            release(shared.job_empty[slot]);
         }
     }
-    template <int role, typename F>
+    template <typename F>
     __device__ __forceinline__ void for_jobs(F f) const {
-        for_jobs<role>(f, [](const Job &) {});
+        for_jobs(f, [](const Job &) {});
     }
-    // One warp.
-    __device__ __forceinline__ void find_job(int at, Job &job) const {
+    __device__ __forceinline__ int jobs() const {
+        return static_cast<int>(chunks * call.shape.heads_k);
+    }
+    __device__ __forceinline__ int job_at(int n) const {
+        return static_cast<int>(blockIdx.x + n * gridDim.x);
+    }
+    // One warp, for all.
+    __device__ __forceinline__ void find_job(int n) const {
+        if (job_at(n) >= jobs()) return;
         const gdelta_shape &shape = call.shape;
-        int64_t number = at / shape.heads_k;
+        int slot = ring_slot<Shared::kJobs>(n);
+        int64_t number = job_at(n) / shape.heads_k;
         Chunk chunk = find_chunk(shape, call.in, number);
         bool skip = chunk.rows && is_skipped(shape, call.in, chunk);
-        if (threadIdx.x % 32 == 0) job = {number, chunk, at % shape.heads_k, shape.heads_o / shape.heads_k, skip};
+        wait(shared.job_empty[slot], ring_parity<Shared::kJobs>(n) ^ 1);
+        if (threadIdx.x % 32 == 0) {
+            shared.jobs[slot] = {number, chunk, job_at(n) % shape.heads_k, shape.heads_o / shape.heads_k, skip};
+        }
+        release(shared.job_full[slot]);
     }
     __device__ __forceinline__ bool own_queries() const {
         return call.shape.heads_q != call.shape.heads_k;
     }
+    // What follows the sequence in the chunk's tiles is others'.
     __device__ __forceinline__ bool ragged(const Job &job) const {
         return call.shape.packed && job.chunk.rows < kChunk;
     }
     // Turns of the tiles of query heads before output head i and job j, as the block counts them.
     __device__ __forceinline__ int turn_q(int i, int j) const {
         return own_queries() ? i : j;
-    }
-    // Called by `queries` and `keys` when a query head begins: what follows the sequence in the tiles of q and k is
-    // others'.
-    __device__ __forceinline__ void clear_ragged(const Job &job, bool first, int i, int j) const {
-        if (!ragged(job)) return;
-        wait(shared.q_full[0], turn_q(i, j) & 1);
-        wait(shared.k_full[0], j & 1);
-        if (threadIdx.x < 128) {
-            clear_rows(shared_address(shared.q), PanelsK, job.chunk.rows, threadIdx.x, 128);
-            if (first) clear_rows(shared_address(shared.k), PanelsK, job.chunk.rows, threadIdx.x, 128);
-        }
-        named_barrier(kBarrierRagged, 256);
     }
 
     // d = x S^T, x being rows of tokens: 64 columns, those of the panel of S's that `state` is the first part of.
@@ -357,11 +412,12 @@ struct Gradients {
             f[i] = pack<T>(x * a[2 * i], x * a[2 * i + 1]);
         }
     }
-    static __device__ __forceinline__ void pack_columns(const float (&a)[32], Lane p, const float *factors,
+    static __device__ __forceinline__ void pack_columns(const float (&a)[32], Lane p, float scale, const float *factors,
                                                         uint32_t (&f)[16]) {
 #pragma unroll
         for (int j = 0; j < 8; ++j) {
             float2 x = *reinterpret_cast<const float2 *>(&factors[8 * j + p.column]);
+            x.x *= scale, x.y *= scale;
             f[2 * j] = pack<T>(x.x * a[4 * j], x.y * a[4 * j + 1]);
             f[2 * j + 1] = pack<T>(x.x * a[4 * j + 2], x.y * a[4 * j + 3]);
         }
@@ -373,25 +429,25 @@ struct Gradients {
         }
     }
 
-    __device__ __forceinline__ void load() const;
+    __device__ __forceinline__ void load(int warp) const;
     __device__ __forceinline__ void queries() const;
     __device__ __forceinline__ void keys() const;
     __device__ __forceinline__ void values() const;
+    __device__ __forceinline__ void gates() const;
     struct Values {
         const unsigned char *y;
         const float *table;
     };
     template <typename F>
     __device__ __forceinline__ void write_values(const Job &job, int head_v, int count, F from) const;
-    __device__ __forceinline__ void finish_gates(const Job &job, int head, float decay) const;
+    __device__ __forceinline__ void finish_gates(const Job &job, int head, int i) const;
 };
 
-// ---- Loader: one thread of each warp ----
+// ---- Loader: three warps, one thread of each loads ----
 
 template <typename T, int PanelsK, int PanelsV>
-__device__ __forceinline__ void Gradients<T, PanelsK, PanelsV>::load() const {
+__device__ __forceinline__ void Gradients<T, PanelsK, PanelsV>::load(int warp) const {
     const gdelta_shape &shape = call.shape;
-    int warp = threadIdx.x / 32 % 4;
     bool leader = threadIdx.x % 32 == 0;
     auto expect = [&](uint64_t &full, uint32_t bytes) {
         uint32_t barrier = shared_address(&full);
@@ -402,63 +458,65 @@ __device__ __forceinline__ void Gradients<T, PanelsK, PanelsV>::load() const {
         bulk_load(shared_address(to), static_cast<const unsigned char *>(from) + at * bytes, bytes,
                   expect(full, bytes));
     };
-    int i = 0, j = 0;
-    for_jobs<kLoader>([&](const Job &job) {
-        if (job.skip) return;
-        int token = static_cast<int>(job.chunk.begin), batch = static_cast<int>(job.chunk.batch);
-        for (int member = 0; leader && member < job.members; ++member, ++i) {
-            int head = head_of_keys(shape, job.head_k, member), slot = ring_slot<Shared::kStages>(i);
-            uint32_t parity = ring_parity<Shared::kStages>(i) ^ 1;
-            int64_t at = job.number * shape.heads_o + head;
-            if (warp == 0) {
-                wait(shared.r_empty[slot], parity);
-                bulk_load(shared_address(shared.rows[slot]), work.chunk.rows + at * kHopperRowFloats,
-                          sizeof shared.rows[0], expect(shared.r_full[slot], sizeof shared.rows[0]));
-                if (call.d_o.data) {
-                    wait(shared.o_empty[slot], parity);
-                    uint32_t barrier = expect(shared.o_full[slot], PanelsV * kPanelBytes);
-                    for (int panel = 0; panel < PanelsV; ++panel) {
-                        bulk_load_tensor(shared_address(shared.d_o[slot]) + panel * kPanelBytes, &maps.d_o, barrier,
-                                         token, head, batch, panel);
+    auto load_panels = [&](unsigned char *to, const gdelta_tensor_map &map, int panels, const Job &job, int head,
+                           uint64_t &full) {
+        uint32_t barrier = expect(full, panels * kPanelBytes);
+        for (int panel = 0; panel < panels; ++panel) {
+            bulk_load_tensor(shared_address(to) + panel * kPanelBytes, &map, barrier, static_cast<int>(job.chunk.begin),
+                             head, static_cast<int>(job.chunk.batch), panel);
+        }
+    };
+    int i = 0, j = 0, n = 0;
+    if (warp == 2) find_job(n);
+    for_jobs(
+        [&](const Job &job) {
+            if (warp == 2) find_job(++n);
+            if (job.skip) return;
+            for (int member = 0; leader && member < job.members; ++member, ++i) {
+                int head = head_of_keys(shape, job.head_k, member), slot = ring_slot<Shared::kStages>(i);
+                uint32_t parity = ring_parity<Shared::kStages>(i) ^ 1;
+                int64_t at = job.number * shape.heads_o + head;
+                if (warp == 0) {
+                    wait(shared.r_empty[slot], parity);
+                    bulk_load(shared_address(shared.rows[slot]), work.chunk.rows + at * kHopperRowFloats,
+                              sizeof shared.rows[0], expect(shared.r_full[slot], sizeof shared.rows[0]));
+                    if (call.d_o.data) {
+                        wait(shared.o_empty[slot], parity);
+                        load_panels(shared.d_o[slot], maps.d_o, PanelsV, job, head, shared.o_full[slot]);
+                    }
+                    wait(shared.w_empty[slot], parity);
+                    load_tile(shared.w[slot], work.w, at, PanelsV * kPanelBytes, shared.w_full[slot]);
+                } else if (warp == 1) {
+                    wait(shared.y_empty[slot], parity);
+                    load_tile(shared.y[slot], work.y, at, PanelsV * kPanelBytes, shared.y_full[slot]);
+                    wait(shared.s_empty[0], i & 1 ^ 1);
+                    load_tile(shared.s[0], work.s, at, PanelsV * kState, shared.s_full[0]);
+                    wait(shared.ds_empty[0], i & 1 ^ 1);
+                    load_tile(shared.ds[0], work.ds, at, PanelsV * kState, shared.ds_full[0]);
+                } else if (member == 0 || own_queries()) {
+                    int head_q = head_of(shape, head, shape.heads_q);
+                    int64_t square = job.number * shape.heads_q + head_q;
+                    uint32_t parity_q = turn_q(i, j) & 1 ^ 1, parity_k = j & 1 ^ 1;
+                    wait(shared.p_empty[0], parity_q);
+                    load_tile(shared.p, work.chunk.p, square, kPanelBytes, shared.p_full[0]);
+                    if (member == 0) {
+                        wait(shared.l_empty[0], parity_k);
+                        load_tile(shared.l, work.chunk.l, square, kPanelBytes, shared.l_full[0]);
+                    }
+                    wait(shared.q_empty[0], parity_q);
+                    load_panels(shared.q, maps.q, PanelsK, job, head_q, shared.q_full[0]);
+                    if (member == 0) {
+                        wait(shared.k_empty[0], parity_k);
+                        load_panels(shared.k, maps.k, PanelsK, job, job.head_k, shared.k_full[0]);
                     }
                 }
-                wait(shared.w_empty[slot], parity);
-                load_tile(shared.w[slot], work.w, at, PanelsV * kPanelBytes, shared.w_full[slot]);
-            } else if (warp == 1) {
-                wait(shared.y_empty[slot], parity);
-                load_tile(shared.y[slot], work.y, at, PanelsV * kPanelBytes, shared.y_full[slot]);
-                wait(shared.s_empty[0], i & 1 ^ 1);
-                load_tile(shared.s[0], work.s, at, PanelsV * kState, shared.s_full[0]);
-            } else if (warp == 2) {
-                wait(shared.ds_empty[0], i & 1 ^ 1);
-                load_tile(shared.ds[0], work.ds, at, PanelsV * kState, shared.ds_full[0]);
-            } else if (member == 0 || own_queries()) {
-                int head_q = head_of(shape, head, shape.heads_q);
-                wait(shared.q_empty[0], turn_q(i, j) & 1 ^ 1);
-                uint32_t barrier = expect(shared.q_full[0], (PanelsK + 1) * kPanelBytes);
-                for (int panel = 0; panel < PanelsK; ++panel) {
-                    bulk_load_tensor(shared_address(shared.q) + panel * kPanelBytes, &maps.q, barrier, token, head_q,
-                                     batch, panel);
-                }
-                int64_t square = job.number * shape.heads_q + head_q;
-                bulk_load(shared_address(shared.p),
-                          static_cast<const unsigned char *>(work.chunk.p) + square * kHopperTileBytes, kPanelBytes,
-                          barrier);
-                if (member > 0) continue;
-                wait(shared.k_empty[0], j & 1 ^ 1);
-                barrier = expect(shared.k_full[0], (PanelsK + 1) * kPanelBytes);
-                for (int panel = 0; panel < PanelsK; ++panel) {
-                    bulk_load_tensor(shared_address(shared.k) + panel * kPanelBytes, &maps.k, barrier, token,
-                                     job.head_k, batch, panel);
-                }
-                bulk_load(shared_address(shared.l),
-                          static_cast<const unsigned char *>(work.chunk.l) + square * kHopperTileBytes, kPanelBytes,
-                          barrier);
             }
-        }
-        __syncwarp();
-        ++j;
-    });
+            __syncwarp();
+            ++j;
+        },
+        [&](const Job &) {
+            if (warp == 2) find_job(++n);
+        });
 }
 
 // ---- Queries: dq, A1 ----
@@ -470,7 +528,7 @@ __device__ __forceinline__ void Gradients<T, PanelsK, PanelsV>::queries() const 
     float scale = static_cast<float>(shape.scale);
     uint32_t tile_q = shared_address(shared.q), tile_k = shared_address(shared.k), tile_s = shared_address(shared.s[0]);
     int i = 0, j = 0;
-    for_jobs<kQueries>([&](const Job &job) {
+    for_jobs([&](const Job &job) {
         if (job.skip) {
             for (int member = 0; member < (own_queries() ? job.members : 1); ++member) {
                 int head = head_of_keys(shape, job.head_k, member);
@@ -486,8 +544,8 @@ __device__ __forceinline__ void Gradients<T, PanelsK, PanelsV>::queries() const 
             uint32_t parity = ring_parity<Shared::kStages>(i);
             uint32_t tile_o = shared_address(shared.d_o[slot]), tile_w = shared_address(shared.w[slot]);
             const float *table = shared.rows[slot];
+            typename Shared::Sums &sums = shared.sums[slot];
             if (begins) {
-                clear_ragged(job, member == 0, i, j);
 #pragma unroll
                 for (int e = 0; e < 32 * PanelsK; ++e) dq[e] = 0.0f;
 #pragma unroll
@@ -497,80 +555,96 @@ __device__ __forceinline__ void Gradients<T, PanelsK, PanelsV>::queries() const 
                 wait(shared.o_full[slot], parity);
                 if (ragged(job)) {
                     clear_rows(tile_o, PanelsV, job.chunk.rows, threadIdx.x, 128);
-                    named_barrier(kBarrierRole + kQueries, 128);
+                    named_barrier(kBarrierQueries, 128);
                 }
             }
 
-            wait(shared.s_full[0], i & 1);
-            RowPair dots = {0.0f, 0.0f};
-#pragma unroll
-            for (int panel = 0; panel < PanelsK; ++panel) {
-                float d[32];
-                multiply_state(d, tile_o, tile_s + panel * kPanelBytes);
+            float row_upper = 0.0f, row_lower = 0.0f;
+            {
+                wait(shared.w_full[slot], parity);
+                float e1[32], columns[16];
+                multiply_rows(e1, tile_o, tile_w);
                 wait(shared.r_full[slot], parity);
+                wait(shared.p_full[0], turn_q(i, j) & 1);
+                float log_upper = table[kRowLog + p.row], log_lower = table[kRowLog + p.row + 8];
+                uint32_t strictly = off_diagonal(p);
+                wgmma_wait<0>();
+                wgmma_hold(e1);
+                release(shared.w_empty[slot]);
+#pragma unroll
+                for (int b = 0; b < 4; ++b) {
+                    uint32_t f[4];
+                    ldmatrix_x4(block_at(shared_address(shared.p), p, b), f);
+                    uint32_t kept = b == p.warp ? strictly : ~0u;
+                    f[0] &= kept, f[3] &= kept;
+#pragma unroll
+                    for (int right = 0; right < 2; ++right) {
+                        int column = 16 * b + 8 * right + p.column;
+                        float2 log = *reinterpret_cast<const float2 *>(&table[kRowLog + column]);
+                        float2 beta = beta_pair<T>(table, column);
+                        float2 at_upper = unpack<__half>(f[2 * right]), at_lower = unpack<__half>(f[2 * right + 1]);
+                        float parts[2] = {0.0f, 0.0f};
+#pragma unroll
+                        for (int e = 0; e < 4; ++e) {
+                            bool is_lower = e & 2, odd = e & 1;
+                            float x = exp2_fast((is_lower ? log_lower : log_upper) - (odd ? log.y : log.x)) *
+                                      (odd ? beta.y : beta.x) * kUp * e1[8 * b + 4 * right + e];
+                            x = column + odd <= p.row + 8 * is_lower ? x : 0.0f;
+                            a[8 * b + 4 * right + e] += x;
+                            x *= is_lower ? (odd ? at_lower.y : at_lower.x) : (odd ? at_upper.y : at_upper.x);
+                            parts[odd] += x;
+                            (is_lower ? row_lower : row_upper) += x;
+                        }
+                        columns[4 * b + 2 * right] = parts[0], columns[4 * b + 2 * right + 1] = parts[1];
+                    }
+                }
+                int of = sum_columns(columns);
+                wait(shared.sums_empty[slot], parity ^ 1);
+                *reinterpret_cast<float2 *>(&sums.column_q[p.warp][8 * of + p.column]) =
+                    make_float2(columns[0], columns[1]);
+            }
+            if (ends) release(shared.p_empty[0]);
+
+            if (begins) {
                 wait(shared.q_full[0], turn_q(i, j) & 1);
+                if (ragged(job)) {  // `keys` reads it after a_full
+                    clear_rows(tile_q, PanelsK, job.chunk.rows, threadIdx.x, 128);
+                    named_barrier(kBarrierQueries, 128);
+                }
+            }
+            wait(shared.s_full[0], i & 1);
+            {
+                const Lane p = lane_anew();
+                float d[PanelsK][32];
+#pragma unroll
+                for (int panel = 0; panel < PanelsK; ++panel) {
+                    multiply_state(d[panel], tile_o, tile_s + panel * kPanelBytes);
+                }
                 float upper = scale * kUp * exp2_fast(table[kRowLog + p.row]),
                       lower = scale * kUp * exp2_fast(table[kRowLog + p.row + 8]);
-                wgmma_wait<0>();
-                wgmma_hold(d);
-                if (panel + 1 == PanelsK) release(shared.s_empty[0]);
-                dot_rows<T>(tile_q + panel * kPanelBytes, d, dots);
+                RowPair dots = {0.0f, 0.0f};
 #pragma unroll
-                for (int e = 0; e < 32; ++e) {
-                    dq[32 * panel + e] = fmaf(e & 2 ? lower : upper, d[e], dq[32 * panel + e]);
-                }
-            }
-            float row_upper = table[kRowOutput + p.row] * sum_row(dots.upper),
-                  row_lower = table[kRowOutput + p.row + 8] * sum_row(dots.lower);
-
-            wait(shared.w_full[slot], parity);
-            float e1[32], columns[16];
-            multiply_rows(e1, tile_o, tile_w);
-            wgmma_wait<0>();
-            wgmma_hold(e1);
-            release(shared.w_empty[slot]);
-            release(shared.o_empty[slot]);
-            float log_upper = table[kRowLog + p.row], log_lower = table[kRowLog + p.row + 8];
-#pragma unroll
-            for (int b = 0; b < 4; ++b) {
-                uint32_t f[4];
-                ldmatrix_x4(block_at(shared_address(shared.p), p, b), f);
-#pragma unroll
-                for (int right = 0; right < 2; ++right) {
-                    int column = 16 * b + 8 * right + p.column;
-                    float2 log = *reinterpret_cast<const float2 *>(&table[kRowLog + column]);
-                    float2 beta = beta_pair<T>(table, column);
-                    float2 at_upper = unpack<__half>(f[2 * right]), at_lower = unpack<__half>(f[2 * right + 1]);
-                    float sums[2] = {0.0f, 0.0f};
-#pragma unroll
-                    for (int e = 0; e < 4; ++e) {
-                        bool is_lower = e & 2, odd = e & 1;
-                        int above = column + odd - p.row - 8 * is_lower;  // the diagonal
-                        float x = exp2_fast((is_lower ? log_lower : log_upper) - (odd ? log.y : log.x)) *
-                                  (odd ? beta.y : beta.x) * kUp * e1[8 * b + 4 * right + e];
-                        a[8 * b + 4 * right + e] += above <= 0 ? scale * x : 0.0f;
-                        float qk = is_lower ? (odd ? at_lower.y : at_lower.x) : (odd ? at_upper.y : at_upper.x);
-                        float product = above < 0 ? x * qk : 0.0f;
-                        sums[odd] += product;
-                        e1[8 * b + 4 * right + e] = product;
+                for (int panel = 0; panel < PanelsK; ++panel) {
+                    if (panel + 1 < PanelsK) {
+                        wgmma_wait<1>();
+                    } else {
+                        wgmma_wait<0>();
                     }
-                    columns[4 * b + 2 * right] = sums[0], columns[4 * b + 2 * right + 1] = sums[1];
+                    wgmma_hold(d[panel]);
+                    if (panel + 1 == PanelsK) {
+                        release(shared.s_empty[0]);
+                        release(shared.o_empty[slot]);
+                    }
+                    add_product<T>(tile_q + panel * kPanelBytes, d[panel], {upper, lower}, dq + 32 * panel, dots);
                 }
+                row_upper = fmaf(table[kRowOutput + p.row], sum_row(dots.upper), sum_row(row_upper));
+                row_lower = fmaf(table[kRowOutput + p.row + 8], sum_row(dots.lower), sum_row(row_lower));
             }
-            float sum_upper = 0.0f, sum_lower = 0.0f;
-#pragma unroll
-            for (int e = 0; e < 32; ++e) (e & 2 ? sum_lower : sum_upper) += e1[e];
-            row_upper += sum_row(sum_upper);
-            row_lower += sum_row(sum_lower);
-            int of = sum_columns(columns);
-            wait(shared.sums_empty[0], i & 1 ^ 1);
             if (p.lane % 4 == 0) {
-                shared.sums.row_q[p.row] = row_upper;
-                shared.sums.row_q[p.row + 8] = row_lower;
+                sums.row_q[p.row] = row_upper;
+                sums.row_q[p.row + 8] = row_lower;
             }
-            *reinterpret_cast<float2 *>(&shared.sums.column_q[p.warp][8 * of + p.column]) =
-                make_float2(columns[0], columns[1]);
-            release(shared.sums_full[0]);
+            release(shared.sums_full[slot]);
 
             if (!ends) {
                 release(shared.r_empty[slot]);
@@ -579,13 +653,13 @@ __device__ __forceinline__ void Gradients<T, PanelsK, PanelsV>::queries() const 
             // A1 r_q for `keys`, then dq += (A1 r_k) K.
             RowPair norm = row_norms<T, PanelsK>(shape, tile_q);
             uint32_t f[16];
-            pack_rows(a, norm, f);
+            pack_rows(a, {scale * norm.upper, scale * norm.lower}, f);
             wait(shared.a_empty[0], turn_q(i, j) & 1 ^ 1);
             store_square(shared_address(shared.a), p, f);
             publish(shared.a_full[0]);
-            pack_columns(a, p, table + kRowNorm, f);
+            pack_columns(a, p, scale, table + kRowNorm, f);
             release(shared.r_empty[slot]);
-            wait(shared.k_full[0], j & 1);
+            wait(shared.k_clear[0], j & 1);
             wgmma_hold(dq);
             wgmma_hold(f);
             wgmma_fence();
@@ -613,7 +687,7 @@ __device__ __forceinline__ void Gradients<T, PanelsK, PanelsV>::keys() const {
     constexpr float kUp = Range<T>::kUp;
     uint32_t tile_q = shared_address(shared.q), tile_k = shared_address(shared.k), tile_a = shared_address(shared.a);
     int i = 0, j = 0;
-    for_jobs<kKeys>([&](const Job &job) {
+    for_jobs([&](const Job &job) {
         if (job.skip) {
             clear_out(call.dk, job.chunk, job.head_k, shape.dim_k);
             return;
@@ -625,31 +699,93 @@ __device__ __forceinline__ void Gradients<T, PanelsK, PanelsV>::keys() const {
         for (int e = 0; e < 32; ++e) a[e] = 0.0f;
         for (int member = 0; member < job.members; ++member, ++i) {
             const Lane p = lane_anew();
-            bool begins = member == 0 || own_queries(), last = member + 1 == job.members, ends = last || own_queries();
+            bool last = member + 1 == job.members, ends = last || own_queries();
             int slot = ring_slot<Shared::kStages>(i);
             uint32_t parity = ring_parity<Shared::kStages>(i);
             uint32_t tile_y = shared_address(shared.y[slot]), tile_w = shared_address(shared.w[slot]);
             const float *table = shared.rows[slot];
-            if (begins) clear_ragged(job, member == 0, i, j);
+            typename Shared::Sums &sums = shared.sums[slot];
 
-            wait(shared.y_full[slot], parity);
-            wait(shared.s_full[0], i & 1);
-            RowPair row;
-#pragma unroll 1
-            for (int second = 0; second < 2; ++second) {  // D2, then D3
-                if (second) {
-                    wait(shared.w_full[slot], parity);
-                    wait(shared.ds_full[0], i & 1);
+            RowPair row = {0.0f, 0.0f};
+            {
+                wait(shared.y_full[slot], parity);
+                wait(shared.w_full[slot], parity);
+                float e2[32], columns[16];
+                multiply_rows(e2, tile_y, tile_w);
+                wait(shared.r_full[slot], parity);
+                wait(shared.l_full[0], j & 1);
+                float log_upper = table[kRowLog + p.row], log_lower = table[kRowLog + p.row + 8];
+                float beta_upper = -kUp * beta_at<T>(table, p.row), beta_lower = -kUp * beta_at<T>(table, p.row + 8);
+                wgmma_wait<0>();
+                wgmma_hold(e2);
+                RowPair diagonal = {0.0f, 0.0f};
+#pragma unroll
+                for (int b = 0; b < 4; ++b) {
+                    uint32_t f[4];
+                    ldmatrix_x4(block_at(shared_address(shared.l), p, b), f);
+                    if (b == p.warp) {
+                        bool odd = p.lane / 4 & 1;
+                        diagonal.upper = odd ? e2[8 * b + 1] : e2[8 * b];
+                        diagonal.lower = odd ? e2[8 * b + 7] : e2[8 * b + 6];
+                    }
+#pragma unroll
+                    for (int right = 0; right < 2; ++right) {
+                        int column = 16 * b + 8 * right + p.column;
+                        float2 log = *reinterpret_cast<const float2 *>(&table[kRowLog + column]);
+                        float2 beta = beta_pair<T>(table, column);
+                        float2 at_upper = unpack<__half>(f[2 * right]), at_lower = unpack<__half>(f[2 * right + 1]);
+                        float parts[2] = {0.0f, 0.0f};
+#pragma unroll
+                        for (int e = 0; e < 4; ++e) {
+                            bool is_lower = e & 2, odd = e & 1;
+                            float x = exp2_fast((is_lower ? log_lower : log_upper) - (odd ? log.y : log.x)) *
+                                      ((is_lower ? beta_lower : beta_upper) * (odd ? beta.y : beta.x)) *
+                                      e2[8 * b + 4 * right + e];
+                            x = column + odd < p.row + 8 * is_lower ? x : 0.0f;
+                            a[8 * b + 4 * right + e] += x;
+                            x *= is_lower ? (odd ? at_lower.y : at_lower.x) : (odd ? at_upper.y : at_upper.x);
+                            parts[odd] += x;
+                            (is_lower ? row.lower : row.upper) += x;
+                        }
+                        columns[4 * b + 2 * right] = parts[0], columns[4 * b + 2 * right + 1] = parts[1];
+                    }
                 }
-                uint32_t tile_x = second ? tile_w : tile_y, state = shared_address(second ? shared.ds[0] : shared.s[0]);
+                int of = sum_columns(columns);
+                wait(shared.sums_empty[slot], parity ^ 1);
+                *reinterpret_cast<float2 *>(&sums.column_k[p.warp][8 * of + p.column]) =
+                    make_float2(columns[0], columns[1]);
+                if (p.lane % 4 == p.lane / 8) {
+                    sums.beta[p.row] = kUp * diagonal.upper;
+                    sums.beta[p.row + 8] = kUp * diagonal.lower;
+                }
+            }
+            if (last) release(shared.l_empty[0]);
+
+            if (member == 0) {
+                wait(shared.k_full[0], j & 1);
+                if (ragged(job)) {
+                    clear_rows(tile_k, PanelsK, job.chunk.rows, threadIdx.x % 128, 128);
+                    named_barrier(kBarrierKeys, 128);
+                }
+                release(shared.k_clear[0]);
+            }
+            {
+                // D2 by panels, then D3; the next is under way while one is added.
+                float d[2][32];
+                auto multiply = [&](int n) {
+                    bool second = n >= PanelsK;
+                    if (n == 0) wait(shared.s_full[0], i & 1);
+                    if (n == PanelsK) wait(shared.ds_full[0], i & 1);
+                    multiply_state(d[n % 2], second ? tile_w : tile_y,
+                                   shared_address(second ? shared.ds[0] : shared.s[0]) + n % PanelsK * kPanelBytes);
+                };
+                multiply(0);
+                multiply(1);
                 RowPair factor, dots = {0.0f, 0.0f};
 #pragma unroll
-                for (int panel = 0; panel < PanelsK; ++panel) {
-                    float d[32];
-                    multiply_state(d, tile_x, state + panel * kPanelBytes);
-                    if (panel == 0) {
-                        wait(shared.r_full[slot], parity);
-                        wait(shared.k_full[0], j & 1);
+                for (int n = 0; n < 2 * PanelsK; ++n) {
+                    bool second = n >= PanelsK;
+                    if (n % PanelsK == 0) {
                         float end = second ? table[kRowLog + kChunk - 1] : 0.0f, sign = second ? -1.0f : 1.0f;
                         float up = second ? kUp * kUp : -kUp;
                         factor.upper =
@@ -657,86 +793,48 @@ __device__ __forceinline__ void Gradients<T, PanelsK, PanelsV>::keys() const {
                         factor.lower =
                             up * exp2_fast(fmaf(sign, table[kRowLog + p.row + 8], end)) * beta_at<T>(table, p.row + 8);
                     }
-                    wgmma_wait<0>();
-                    wgmma_hold(d);
-                    if (panel + 1 == PanelsK) release(second ? shared.ds_empty[0] : shared.s_empty[0]);
-                    dot_rows<T>(tile_k + panel * kPanelBytes, d, dots);
-#pragma unroll
-                    for (int e = 0; e < 32; ++e) {
-                        dk[32 * panel + e] = fmaf(e & 2 ? factor.lower : factor.upper, d[e], dk[32 * panel + e]);
+                    if (n + 1 < 2 * PanelsK) {
+                        wgmma_wait<1>();
+                    } else {
+                        wgmma_wait<0>();
+                    }
+                    wgmma_hold(d[n % 2]);
+                    if (n + 1 == PanelsK) {
+                        release(shared.s_empty[0]);
+                        release(shared.y_empty[slot]);
+                    }
+                    if (n + 1 == 2 * PanelsK) {
+                        release(shared.ds_empty[0]);
+                        release(shared.w_empty[slot]);
+                    }
+                    add_product<T>(tile_k + n % PanelsK * kPanelBytes, d[n % 2], factor, dk + n % PanelsK * 32, dots);
+                    if (n + 2 < 2 * PanelsK) multiply(n + 2);
+                    if (n % PanelsK == PanelsK - 1) {
+                        dots.upper = factor.upper * table[kRowNorm + p.row] * sum_row(dots.upper);
+                        dots.lower = factor.lower * table[kRowNorm + p.row + 8] * sum_row(dots.lower);
+                        if (!second) {
+                            row = {sum_row(row.upper) + dots.upper, sum_row(row.lower) + dots.lower};
+                            dots = {0.0f, 0.0f};
+                        }
                     }
                 }
-                dots.upper = factor.upper * table[kRowNorm + p.row] * sum_row(dots.upper);
-                dots.lower = factor.lower * table[kRowNorm + p.row + 8] * sum_row(dots.lower);
-                if (!second) {
-                    row = dots;
-                    wait(shared.sums_empty[0], i & 1 ^ 1);
-                } else if (p.lane % 4 == 0) {
-                    shared.sums.write[p.row] = dots.upper;
-                    shared.sums.write[p.row + 8] = dots.lower;
+                if (p.lane % 4 == 0) {
+                    sums.row_k[p.row] = row.upper;
+                    sums.row_k[p.row + 8] = row.lower;
+                    sums.write[p.row] = dots.upper;
+                    sums.write[p.row + 8] = dots.lower;
                 }
             }
-
-            float e2[32], columns[16];
-            multiply_rows(e2, tile_y, tile_w);
-            wgmma_wait<0>();
-            wgmma_hold(e2);
-            release(shared.w_empty[slot]);
-            release(shared.y_empty[slot]);
-            float log_upper = table[kRowLog + p.row], log_lower = table[kRowLog + p.row + 8];
-            float beta_upper = beta_at<T>(table, p.row), beta_lower = beta_at<T>(table, p.row + 8);
-#pragma unroll
-            for (int b = 0; b < 4; ++b) {
-                uint32_t f[4];
-                ldmatrix_x4(block_at(shared_address(shared.l), p, b), f);
-#pragma unroll
-                for (int right = 0; right < 2; ++right) {
-                    int column = 16 * b + 8 * right + p.column;
-                    float2 log = *reinterpret_cast<const float2 *>(&table[kRowLog + column]);
-                    float2 beta = beta_pair<T>(table, column);
-                    float2 at_upper = unpack<__half>(f[2 * right]), at_lower = unpack<__half>(f[2 * right + 1]);
-                    float sums[2] = {0.0f, 0.0f};
-#pragma unroll
-                    for (int e = 0; e < 4; ++e) {
-                        bool is_lower = e & 2, odd = e & 1;
-                        int above = column + odd - p.row - 8 * is_lower;  // the diagonal
-                        float x = kUp * e2[8 * b + 4 * right + e];
-                        if (above == 0) shared.sums.beta[column + odd] = x;
-                        x *= -exp2_fast((is_lower ? log_lower : log_upper) - (odd ? log.y : log.x)) *
-                             (is_lower ? beta_lower : beta_upper) * (odd ? beta.y : beta.x);
-                        x = above < 0 ? x : 0.0f;
-                        a[8 * b + 4 * right + e] += x;
-                        x *= is_lower ? (odd ? at_lower.y : at_lower.x) : (odd ? at_upper.y : at_upper.x);
-                        sums[odd] += x;
-                        e2[8 * b + 4 * right + e] = x;
-                    }
-                    columns[4 * b + 2 * right] = sums[0], columns[4 * b + 2 * right + 1] = sums[1];
-                }
-            }
-            float sum_upper = 0.0f, sum_lower = 0.0f;
-#pragma unroll
-            for (int e = 0; e < 32; ++e) (e & 2 ? sum_lower : sum_upper) += e2[e];
-            row.upper += sum_row(sum_upper);
-            row.lower += sum_row(sum_lower);
-            int of = sum_columns(columns);
-            if (p.lane % 4 == 0) {
-                shared.sums.row_k[p.row] = row.upper;
-                shared.sums.row_k[p.row + 8] = row.lower;
-            }
-            *reinterpret_cast<float2 *>(&shared.sums.column_k[p.warp][8 * of + p.column]) =
-                make_float2(columns[0], columns[1]);
-            release(shared.sums_full[0]);
+            release(shared.sums_full[slot]);
 
             RowPair norm = {table[kRowNorm + p.row], table[kRowNorm + p.row + 8]};
-            uint32_t f_rows[16], f[16];
-            if (last) {
-                pack_rows(a, norm, f_rows);
-                pack_columns(a, p, table + kRowNorm, f);
+            if (!ends) {
+                release(shared.r_empty[slot]);
+                continue;
             }
-            release(shared.r_empty[slot]);
-            if (!ends) continue;
 
             // dk += (A1 r_q)^T Q.
+            wait(shared.q_full[0], turn_q(i, j) & 1);
             wait(shared.a_full[0], turn_q(i, j) & 1);
             wgmma_hold(dk);
             wgmma_fence();
@@ -750,14 +848,19 @@ __device__ __forceinline__ void Gradients<T, PanelsK, PanelsV>::keys() const {
             wgmma_hold(dk);
             release(shared.q_empty[0]);
             if (!last) {
+                release(shared.r_empty[slot]);
                 release(shared.a_empty[0]);
                 continue;
             }
             // dk += (A2 r_k) K + (A2 r_k)^T K, the factor on columns and on rows.
-            named_barrier(kBarrierRole + kKeys, 128);  // all warps have read A1
+            uint32_t f_rows[16], f[16];
+            pack_rows(a, norm, f_rows);
+            pack_columns(a, p, 1.0f, table + kRowNorm, f);
+            release(shared.r_empty[slot]);
+            named_barrier(kBarrierKeys, 128);  // all warps have read A1
             store_square(tile_a, p, f_rows);
             fence_async_shared();
-            named_barrier(kBarrierRole + kKeys, 128);
+            named_barrier(kBarrierKeys, 128);
             wgmma_hold(dk);
             wgmma_hold(f);
             wgmma_fence();
@@ -778,30 +881,41 @@ __device__ __forceinline__ void Gradients<T, PanelsK, PanelsV>::keys() const {
     });
 }
 
-// ---- Values: dv, dg, dbeta ----
+// ---- Gates: dg, dbeta. One warp, lane l has tokens 2 l and 2 l + 1 ----
 
-// One warp: lane l has tokens 2 l and 2 l + 1. `decay`: exp(G_last) <dS', S>.
+// Output head i of the block.
 template <typename T, int PanelsK, int PanelsV>
-__device__ __forceinline__ void Gradients<T, PanelsK, PanelsV>::finish_gates(const Job &job, int head,
-                                                                             float decay) const {
+__device__ __forceinline__ void Gradients<T, PanelsK, PanelsV>::finish_gates(const Job &job, int head, int i) const {
     const gdelta_shape &shape = call.shape;
     const gdelta_inputs &in = call.in;
-    int lane = threadIdx.x % 32;
+    int lane = threadIdx.x % 32, slot = ring_slot<Shared::kStages>(i);
+    float g[2] = {0.0f, 0.0f}, beta[2] = {0.0f, 0.0f};  // before the wait, which hides their way here
+#pragma unroll
+    for (int x = 0; x < 2; ++x) {
+        int64_t token = job.chunk.begin + 2 * lane + x;
+        if (2 * lane + x >= job.chunk.rows) continue;
+        if (in.g.data) g[x] = load_element(in.g.data, in.g.dtype, offset_of(in.g, job.chunk.batch, token, head));
+        if (call.dbeta.data) {
+            beta[x] = load_element(in.beta.data, in.beta.dtype, offset_of(in.beta, job.chunk.batch, token, head));
+        }
+    }
+    GateParameters gate = load_gate_parameters(in, head);
+
+    wait(shared.sums_full[slot], ring_parity<Shared::kStages>(i));
+    const typename Shared::Sums &sums = shared.sums[slot];
     float d_log[2], d_beta[2], write[2];
 #pragma unroll
     for (int x = 0; x < 2; ++x) {
         int at = 2 * lane + x;
         float column = 0.0f;
 #pragma unroll
-        for (int warp = 0; warp < kWarps; ++warp) {
-            column += shared.sums.column_q[warp][at] + shared.sums.column_k[warp][at];
-        }
-        d_log[x] = shared.sums.row_q[at] + shared.sums.row_k[at] - column;
-        write[x] = shared.sums.write[at];
-        d_beta[x] = shared.sums.beta[at];
+        for (int warp = 0; warp < kWarps; ++warp) column += sums.column_q[warp][at] + sums.column_k[warp][at];
+        d_log[x] = sums.row_q[at] + sums.row_k[at] - column;
+        write[x] = sums.write[at];
+        d_beta[x] = sums.beta[at];
     }
-    __syncwarp();
-    if (lane == 0) mbarrier_arrive(shared_address(&shared.sums_empty[0]));
+    float decay = (sums.decay[0] + sums.decay[1]) + (sums.decay[2] + sums.decay[3]);
+    release(shared.sums_empty[slot]);
     float later = d_log[0] + d_log[1], earlier = write[0] + write[1];
 #pragma unroll
     for (int distance = 1; distance < 32; distance *= 2) {
@@ -816,14 +930,13 @@ __device__ __forceinline__ void Gradients<T, PanelsK, PanelsV>::finish_gates(con
     if (lane == 31) following = 0.0f;
     float d[2] = {later + exclusive + decay, following + d_log[1] + exclusive + write[0] + decay};
 
-    GateParameters gate = load_gate_parameters(in, head);
     double a_log = 0, dt_bias = 0;
 #pragma unroll
     for (int x = 0; x < 2; ++x) {
         int64_t token = job.chunk.begin + 2 * lane + x;
         if (2 * lane + x >= job.chunk.rows) continue;
         if (in.g.data) {
-            float held = load_element(in.g.data, in.g.dtype, offset_of(in.g, job.chunk.batch, token, head)), dx = d[x];
+            float held = g[x], dx = d[x];
             // What the row table takes as a decay of exactly 0: no roundings of the sums in its gradient.
             if (shape.gate == GDELTA_GATE_LOG && log2_decay_of(GDELTA_GATE_LOG, held, gate) <= -128.0f) dx = 0.0f;
             if (shape.gate == GDELTA_GATE_LINEAR) dx = held > 0.0f ? dx / held : 0.0f;
@@ -839,9 +952,8 @@ __device__ __forceinline__ void Gradients<T, PanelsK, PanelsV>::finish_gates(con
             }
         }
         if (call.dbeta.data) {
-            float held = load_element(in.beta.data, in.beta.dtype, offset_of(in.beta, job.chunk.batch, token, head));
             store_element(call.dbeta.data, call.dbeta.dtype, offset_of(call.dbeta, job.chunk.batch, token, head),
-                          d_beta[x] * beta_slope(shape.beta, held));
+                          d_beta[x] * beta_slope(shape.beta, beta[x]));
         }
     }
     if (!work.parameters) return;
@@ -855,6 +967,36 @@ __device__ __forceinline__ void Gradients<T, PanelsK, PanelsV>::finish_gates(con
         to[0] = a_log, to[1] = dt_bias;
     }
 }
+
+template <typename T, int PanelsK, int PanelsV>
+__device__ __forceinline__ void Gradients<T, PanelsK, PanelsV>::gates() const {
+    int lane = threadIdx.x % 32, i = 0;
+    auto clear_parameters = [&](const Job &job, int head) {
+        if (work.parameters && lane < 2) work.parameters[2 * (head * chunks + job.number) + lane] = 0.0;
+    };
+    auto for_heads = [&](const Job &job, auto f) {
+        for (int member = 0; member < job.members; ++member) f(head_of_keys(call.shape, job.head_k, member));
+    };
+    for_jobs(
+        [&](const Job &job) {
+            for_heads(job, [&](int head) {
+                if (!job.skip) return finish_gates(job, head, i++);
+                for (int at = lane; at < job.chunk.rows; at += 32) {
+                    auto clear = [&](const gdelta_view &out) {
+                        if (!out.data) return;
+                        store_element(out.data, out.dtype, offset_of(out, job.chunk.batch, job.chunk.begin + at, head),
+                                      0.0f);
+                    };
+                    clear(call.dg);
+                    clear(call.dbeta);
+                }
+                clear_parameters(job, head);
+            });
+        },
+        [&](const Job &job) { for_heads(job, [&](int head) { clear_parameters(job, head); }); });
+}
+
+// ---- Values: dv, <dS', S> ----
 
 // dv = sum of beta y over `count` output heads, in their order; from(m) says where those of head m are.
 template <typename T, int PanelsK, int PanelsV>
@@ -890,50 +1032,18 @@ __device__ __forceinline__ void Gradients<T, PanelsK, PanelsV>::write_values(con
 template <typename T, int PanelsK, int PanelsV>
 __device__ __forceinline__ void Gradients<T, PanelsK, PanelsV>::values() const {
     const gdelta_shape &shape = call.shape;
-    int thread = threadIdx.x % 128, warp = thread / 32, i = 0;
+    int thread = threadIdx.x % 128, i = 0;
     bool own_values = shape.heads_v == shape.heads_o;
-    auto for_job = [&](const Job &job) {
+    for_jobs([&](const Job &job) {
         for (int member = 0; member < job.members; ++member) {
             int head = head_of_keys(shape, job.head_k, member), head_v = head_of(shape, head, shape.heads_v);
             if (job.skip) {
                 clear_out(call.dv, job.chunk, head_v, shape.dim_v);
-                if (warp != 0) continue;
-                for (int at = threadIdx.x % 32; at < job.chunk.rows; at += 32) {
-                    int64_t token = job.chunk.begin + at;
-                    auto clear = [&](const gdelta_view &out) {
-                        if (!out.data) return;
-                        store_element(out.data, out.dtype, offset_of(out, job.chunk.batch, token, head), 0.0f);
-                    };
-                    clear(call.dg);
-                    clear(call.dbeta);
-                }
-                if (work.parameters && threadIdx.x % 32 < 2) {
-                    work.parameters[2 * (head * chunks + job.number) + threadIdx.x % 32] = 0.0;
-                }
                 continue;
             }
             int slot = ring_slot<Shared::kStages>(i);
             uint32_t parity = ring_parity<Shared::kStages>(i);
             const float *table = shared.rows[slot];
-            wait(shared.s_full[0], i & 1);
-            wait(shared.ds_full[0], i & 1);
-            float dot = 0.0f;
-#pragma unroll 4
-            for (int piece = thread; piece < static_cast<int>(PanelsV * kState / 16); piece += 128) {
-                uint4 x = ld_shared(shared_address(shared.s[0]) + 16 * piece),
-                      y = ld_shared(shared_address(shared.ds[0]) + 16 * piece);
-                uint32_t xs[4] = {x.x, x.y, x.z, x.w}, ys[4] = {y.x, y.y, y.z, y.w};
-#pragma unroll
-                for (int e = 0; e < 4; ++e) {
-                    float2 u = unpack<T>(xs[e]), v = unpack<T>(ys[e]);
-                    dot = fmaf(u.x, v.x, fmaf(u.y, v.y, dot));
-                }
-            }
-            release(shared.s_empty[0]);
-            release(shared.ds_empty[0]);
-            dot = sum_lanes<31>(dot);
-            if (threadIdx.x % 32 == 0) shared.dot[warp] = dot;
-
             wait(shared.r_full[slot], parity);
             wait(shared.y_full[slot], parity);
             float last = table[kRowDecay];
@@ -948,21 +1058,30 @@ __device__ __forceinline__ void Gradients<T, PanelsK, PanelsV>::values() const {
             }
             release(shared.y_empty[slot]);
             release(shared.r_empty[slot]);
-            named_barrier(kBarrierRole + kValues, 128);
-            if (warp == 0) {
-                wait(shared.sums_full[0], i & 1);
-                float decay = (shared.dot[0] + shared.dot[1]) + (shared.dot[2] + shared.dot[3]);
-                finish_gates(job, head, Range<T>::kUp * Range<T>::kUp * last * decay);
+
+            wait(shared.s_full[0], i & 1);
+            wait(shared.ds_full[0], i & 1);
+            float dots[4] = {};
+#pragma unroll 2
+            for (int piece = thread; piece < static_cast<int>(PanelsV * kState / 16); piece += 128) {
+                uint4 x = ld_shared(shared_address(shared.s[0]) + 16 * piece),
+                      y = ld_shared(shared_address(shared.ds[0]) + 16 * piece);
+                uint32_t xs[4] = {x.x, x.y, x.z, x.w}, ys[4] = {y.x, y.y, y.z, y.w};
+#pragma unroll
+                for (int e = 0; e < 4; ++e) {
+                    float2 u = unpack<T>(xs[e]), v = unpack<T>(ys[e]);
+                    dots[e] = fmaf(u.x, v.x, fmaf(u.y, v.y, dots[e]));
+                }
             }
-            named_barrier(kBarrierRole + kValues, 128);  // `dot` may be written again
+            release(shared.s_empty[0]);
+            release(shared.ds_empty[0]);
+            float dot = sum_lanes<31>((dots[0] + dots[1]) + (dots[2] + dots[3]));
+            wait(shared.sums_empty[slot], parity ^ 1);
+            if (thread % 32 == 0) {
+                shared.sums[slot].decay[thread / 32] = Range<T>::kUp * Range<T>::kUp * last * dot;
+            }
+            release(shared.sums_full[slot]);
             ++i;
-        }
-    };
-    for_jobs<kValues>(for_job, [&](const Job &job) {
-        if (!work.parameters || thread >= 2) return;
-        for (int member = 0; member < job.members; ++member) {
-            int head = head_of_keys(shape, job.head_k, member);
-            work.parameters[2 * (head * chunks + job.number) + thread] = 0.0;
         }
     });
 }
@@ -980,8 +1099,11 @@ __global__ void __launch_bounds__(512, 1)
         auto init = [](auto &barriers, uint32_t count) {
             for (uint64_t &barrier : barriers) mbarrier_init(shared_address(&barrier), count);
         };
-        init(shared.k_full, 1), init(shared.k_empty, 2 * kWarps);
+        init(shared.job_full, 1), init(shared.job_empty, 4 * kWarps);
+        init(shared.k_full, 1), init(shared.k_clear, kWarps), init(shared.k_empty, 2 * kWarps);
         init(shared.q_full, 1), init(shared.q_empty, 2 * kWarps);
+        init(shared.p_full, 1), init(shared.p_empty, kWarps);
+        init(shared.l_full, 1), init(shared.l_empty, kWarps);
         init(shared.s_full, 1), init(shared.s_empty, 3 * kWarps);
         init(shared.ds_full, 1), init(shared.ds_empty, 2 * kWarps);
         init(shared.o_full, 1), init(shared.o_empty, kWarps);
@@ -989,7 +1111,7 @@ __global__ void __launch_bounds__(512, 1)
         init(shared.y_full, 1), init(shared.y_empty, 2 * kWarps);
         init(shared.r_full, 1), init(shared.r_empty, 3 * kWarps);
         init(shared.a_full, kWarps), init(shared.a_empty, kWarps);
-        init(shared.sums_full, 2 * kWarps), init(shared.sums_empty, 1);
+        init(shared.sums_full, 3 * kWarps), init(shared.sums_empty, 1);
         fence_barrier_init();
     }
     if (!call.d_o.data) {  // is 0
@@ -1000,20 +1122,24 @@ __global__ void __launch_bounds__(512, 1)
     }
     __syncthreads();
     Gradients<T, PanelsK, PanelsV> gradients = {call, work, maps, shared, chunks};
-    // 128 registers each at launch: 512 = 2 * 208 + 56 + 40.
-    int role = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x / 128), 0);  // uniform, and known to be
-    if (role == 0) {
+    // 128 registers each at launch: 512 = 2 * 200 + 2 * 56.
+    int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x / 32), 0);  // uniform, and known to be
+    if (warp < 4) {
         registers_increase<208>();
         gradients.queries();
-    } else if (role == 1) {
+    } else if (warp < 8) {
         registers_increase<208>();
         gradients.keys();
-    } else if (role == 2) {
-        registers_decrease<56>();
+    } else if (warp < 12) {
+        registers_decrease<48>();
         gradients.values();
     } else {
-        registers_decrease<40>();
-        gradients.load();
+        registers_decrease<48>();
+        if (warp < 15) {
+            gradients.load(warp - 12);
+        } else {
+            gradients.gates();
+        }
     }
 }
 

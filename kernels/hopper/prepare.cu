@@ -2,7 +2,7 @@
 // p = scale lower(q_i.k_j), q and k normalised; t = (I + A)^-1; G the sum of log gates from the chunk's first token on.
 //
 //   X_j = exp(G_last - G_j) (t^T k)_j                         [64, K]
-//   Z_ij = exp(G_i - G_j) (p t)_ij, j <= i                    [64, 64]
+//   Z_ij = exp(G_i - G_j) (p t)_ij, j <= i                    [64, 64]; forward: in squares (chunk.cuh)
 //   row table (chunk.cuh): beta, exp of G, norm factors
 //   and for backward, with l = strictly_lower(k_i.k_j):
 //   R_ij = 1, i = j;  -exp(G_i - G_j) (l t)_ij beta_j, j < i  [64, 64]
@@ -10,50 +10,70 @@
 //
 // R is the inverse of I + l beta, decayed, without a quotient by beta.
 //
-// Tiles t, p, l and the k of X are fp16: its three bits more than bf16's take the error of alike keys from
-// 9e-3 to 3e-3. The norm factors r multiply fp32 sums; X, Z and R are rounded once, to the problem's type (Range in
+// Tiles t and p, and k where X is made, are fp16: its three bits more than bf16's take the error of alike keys from
+// 9e-3 to 3e-3. The norm factors r multiply fp32 sums; X and Z are rounded once, to the problem's type (Range in
 // chunk.cuh keeps fp16 finite).
 //
-// Grid: x = (chunk, query head, eight of its output heads), the last fastest. Block: one warpgroup; it takes its output
-// heads in turn. K K^T and Q K^T are made once a block. Products of 16-bit operands in fp32; the inverse as
-// rule/inverse.cuh says.
+// Grid: x = (chunk, query head, eight of its output heads), the last fastest. Block: four warps. Together they make
+// what the heads share, K K^T, Q K^T and the normalised K, and leave it in shared memory as a warp's operands; then
+// each takes heads of its own (two or four one head, and different rows of its results) and meets no other again: t
+// stays in registers, transposed (rule/inverse.cuh), left operand of X = t^T k and right operand of p t.
+#include "kernels/hopper/chunk.cuh"
 #include "kernels/hopper/launch.cuh"
-#include "kernels/hopper/ring.cuh"
 #include "kernels/ptx/bulk.cuh"
+#include "kernels/ptx/grid.cuh"
 #include "kernels/rule/inverse.cuh"
 
 namespace gdelta {
 
-template <int PanelsK>
-struct __align__(1024) PrepareShared {
-    unsigned char k[PanelsK * kPanelBytes];  // then fp16 and normalised
-    unsigned char q[PanelsK * kPanelBytes];  // then X; backward: p before
-    unsigned char t[kPanelBytes];            // then Z in its place
-    InverseScratch scratch;                  // backward: l before, R after
+constexpr uint32_t kStripBytes = 16 * 128;  // 16 rows of a panel, what leaves at a time
+
+// Left operands of all heads, transposed: blocks of 16 x 16 on and below the diagonal, the lane's elements.
+using Operand = uint4[10][32];
+
+struct ForwardOnly {};
+struct BackwardOperand {
+    Operand l;
+};
+
+template <int PanelsK, bool Backward>
+struct __align__(1024) PrepareShared : std::conditional_t<Backward, BackwardOperand, ForwardOnly> {
+    __align__(1024) unsigned char k[PanelsK * kPanelBytes];  // then fp16 and normalised
+    union {
+        unsigned char q[PanelsK * kPanelBytes];
+        unsigned char strips[4][2][kStripBytes];  // of each warp
+    };
+    InverseInput kk;
+    Operand p;
     float beta[kHopperPrepareHeads][kChunk], log[kHopperPrepareHeads][kChunk];
     float norm_k[kChunk], norm_q[kChunk];
     uint64_t loaded;
     Chunk chunk;
 };
 
-// The norm factor of a row in shared memory.
+// The norm factors of a warp's 16 rows of a tile in shared memory: the diagonal of their products.
 template <typename T, int PanelsK>
-__device__ __forceinline__ float tile_row_norm(const gdelta_shape &shape, uint32_t tile, int row) {
-    if (shape.l2norm == GDELTA_L2NORM_NONE) return 1.0f;
-    float sum[4] = {};
-#pragma unroll 4  // all at once spill
-    for (int piece = 0; piece < 8 * PanelsK; ++piece) {
-        uint4 x = ld_shared(tile + piece / 8 * kPanelBytes + panel_offset(row, piece % 8));
-        uint32_t words[4] = {x.x, x.y, x.z, x.w};
+__device__ __forceinline__ void make_norms(const gdelta_shape &shape, uint32_t tile, float *norm) {
+    const Lane p = lane_of_warpgroup();
+    float upper[4] = {}, lower[4] = {};
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            float2 pair = unpack<T>(words[i]);
-            sum[i] = fmaf(pair.x, pair.x, fmaf(pair.y, pair.y, sum[i]));
+    for (int s = 0; s < 4 * PanelsK; ++s) {
+        uint32_t f[4];
+        ldmatrix_x4(block_at(tile + s / 4 * kPanelBytes, p, s % 4), f);
+#pragma unroll
+        for (int i = 0; i < 4; i += 2) {
+            mma_k8<T>(upper, f[i], f[i + 1], f[i]);
+            mma_k8<T>(lower, f[i], f[i + 1], f[i + 1]);
         }
     }
-    float eps = static_cast<float>(shape.l2norm_eps), total = (sum[0] + sum[1]) + (sum[2] + sum[3]);
-    total = shape.l2norm == GDELTA_L2NORM_ADD_EPS ? total + eps : fmaxf(total, eps);
-    return __frcp_rn(__fsqrt_rn(total));
+    if (p.lane / 8 != p.lane % 4) return;
+    bool odd = p.lane & 4;
+    float sum[2] = {odd ? upper[1] : upper[0], odd ? lower[3] : lower[2]}, eps = static_cast<float>(shape.l2norm_eps);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        float total = shape.l2norm == GDELTA_L2NORM_ADD_EPS ? sum[i] + eps : fmaxf(sum[i], eps);
+        norm[p.row + 8 * i] = shape.l2norm == GDELTA_L2NORM_NONE ? 1.0f : rsqrtf(total);
+    }
 }
 
 // One warp: beta and the sums of gates of one output head. Lane l has tokens 2 l and 2 l + 1; tokens past the end have
@@ -86,7 +106,7 @@ __device__ __forceinline__ void make_gates(const gdelta_shape &shape, const gdel
 }
 
 // The same warp, once the norm factors are there: the row table.
-template <typename T>
+template <typename T, bool Backward>
 __device__ __forceinline__ void make_rows(const gdelta_shape &shape, const float *norm_k, const float *norm_q,
                                           const float *beta, const float *log_g, float *rows) {
     int lane = threadIdx.x % 32;
@@ -97,8 +117,10 @@ __device__ __forceinline__ void make_rows(const gdelta_shape &shape, const float
     reinterpret_cast<float4 *>(rows + kRowGates)[lane] =
         make_float4(Range<T>::kDown * b.x, Range<T>::kDown * b.y, b.x * e.x * rk.x, b.y * e.y * rk.y);
     reinterpret_cast<float2 *>(rows + kRowOutput)[lane] = make_float2(scale * e.x * rq.x, scale * e.y * rq.y);
-    reinterpret_cast<float2 *>(rows + kRowNorm)[lane] = rk;
-    reinterpret_cast<float2 *>(rows + kRowLog)[lane] = log;
+    if (Backward) {
+        reinterpret_cast<float2 *>(rows + kRowNorm)[lane] = rk;
+        reinterpret_cast<float2 *>(rows + kRowLog)[lane] = log;
+    }
     if (lane == 31) reinterpret_cast<float4 *>(rows + kRowDecay)[0] = make_float4(e.y, 0.0f, 0.0f, 0.0f);
 }
 
@@ -121,132 +143,203 @@ __device__ __forceinline__ void scale_rows(uint32_t tile, const float *factor) {
     }
 }
 
-enum { kPrepareBarrier = 1 };
+// The way out of one warp: strips of 16 rows of a panel, two under way.
+struct Outbox {
+    uint32_t strips;
+    int turn = 0;
 
-// l as operand, from the fragments of K K^T.
-__device__ __forceinline__ void strictly_lower(const float (&kk)[32], uint32_t (&l)[16]) {
-    const Lane p = lane_of_warpgroup();
-#pragma unroll
-    for (int s = 0; s < 4; ++s) {
-        float y[8];
-#pragma unroll
-        for (int i = 0; i < 8; ++i) {
-            int column = 16 * s + i / 4 * 8 + p.column + i % 2, row = p.row + i / 2 % 2 * 8;
-            y[i] = column < row ? kk[8 * s + i] : 0.0f;
+    // Where the next strip may be written.
+    __device__ __forceinline__ uint32_t next() {
+        if (threadIdx.x % 32 == 0) bulk_wait_read<1>();
+        __syncwarp();
+        turn ^= kStripBytes;
+        return strips + turn;
+    }
+    __device__ __forceinline__ void send(void *to, uint32_t strip, uint32_t bytes = kStripBytes) {
+        fence_async_shared();
+        __syncwarp();
+        if (threadIdx.x % 32 == 0) {
+            bulk_store(to, strip, bytes);
+            bulk_commit();
         }
-        pack_square(y, 1.0f, 1.0f, reinterpret_cast<uint32_t(&)[4]>(l[4 * s]));
     }
+};
+
+// Block s of a strip, as fragments; or as those of its transpose.
+__device__ __forceinline__ void put_block(uint32_t strip, int s, const Square &f) {
+    int lane = threadIdx.x % 32;
+    stmatrix_x4((strip + panel_offset(lane & 15, lane >> 4)) ^ static_cast<uint32_t>(32 * s), f[0], f[1], f[2], f[3]);
+}
+__device__ __forceinline__ void put_block_trans(uint32_t strip, int s, const Square &f) {
+    int lane = threadIdx.x % 32;
+    stmatrix_x4_trans((strip + panel_offset(lane & 15, lane >> 4)) ^ static_cast<uint32_t>(32 * s), f[0], f[2], f[1],
+                      f[3]);
 }
 
-// A 64 x 64 tile: f(row, column, decay, x) of the fragments x, decay being exp(G_row - G_column + up); zeros above the
-// diagonal, whose blocks of 16 x 16 are zero already.
-template <typename T, typename F>
-__device__ __forceinline__ void put_lower(uint32_t tile, const float (&x)[32], const float *log_g, float up, F f) {
-    const Lane p = lane_of_warpgroup(opaque(threadIdx.x));
-    float upper = log_g[p.row] + up, lower = log_g[p.row + 8] + up;
-#pragma unroll
-    for (int s = 0; s < 4; ++s) {
-        if (s > p.warp) continue;
-        uint32_t words[4];
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            int column = 16 * s + i / 2 * 8 + p.column, row = p.row + i % 2 * 8, at = 8 * s + 2 * i;
-            float2 log = *reinterpret_cast<const float2 *>(&log_g[column]);
-            float from = i % 2 ? lower : upper;
-            float left = f(row, column, exp2_fast(from - log.x), x[at]),
-                  right = f(row, column + 1, exp2_fast(from - log.y), x[at + 1]);
-            words[i] = pack<T>(s < p.warp || column <= row ? left : 0.0f, s < p.warp || column < row ? right : 0.0f);
-        }
-        stmatrix_x4(block_at(tile, p, s), words[0], words[1], words[2], words[3]);
-    }
-}
-
-// R of one output head into `tile`.
-template <typename T>
-__device__ __forceinline__ void make_r(const float (&kk)[32], const float *beta, const float *log_g, uint32_t tile_t,
-                                       uint32_t tile) {
-    uint32_t l[16];
-    float acc[32];
-    strictly_lower(kk, l);
-    wgmma_hold(l);
-    wgmma_hold(acc);
-    wgmma_fence();
-#pragma unroll
-    for (int step = 0; step < 4; ++step) {
-        wgmma<__half, kMajorMN>(acc, l + 4 * step, panel_mn_major(tile_t) + step * kStepMN, step > 0);
-    }
-    wgmma_commit();
-    wgmma_wait<0>();
-    wgmma_hold(acc);
-    wgmma_hold(l);
-    put_lower<T>(tile, acc, log_g, 0.0f, [&](int row, int column, float decay, float x) {
-        return column == row ? 1.0f : -decay * x * beta[column];
-    });
-}
-
-// X and Z of one output head, from t and the normalised K in shared memory and the fragments of p. X takes `tile_x`; Z,
-// 2^up_z larger, the place of t.
+// Rows of X: strips `rows` of each panel. u = t^T, K normalised in shared memory.
 template <typename T, int PanelsK>
-__device__ __forceinline__ void make_xz(uint32_t (&p_rows)[16], const float *log_g, uint32_t tile_t, uint32_t tile_k,
-                                        uint32_t tile_x, float up_z) {
-    const Lane p = lane_of_warpgroup(opaque(threadIdx.x));
-    // One product at a time, for registers: X by panels of K, then Z.
-    float acc[32];
-    auto multiply = [&](int panel) {
-        float(&x)[32] = acc;
-        wgmma_hold(x);
-        wgmma_fence();
-#pragma unroll
-        for (int step = 0; step < 4; ++step) {
-            wgmma<__half, kMajorMN, kMajorMN>(x, panel_mn_major(tile_t) + step * kStepMN,
-                                              panel_mn_major(tile_k + panel * kPanelBytes) + step * kStepMN, step > 0);
-        }
-        wgmma_commit();
-    };
+__device__ __forceinline__ void make_x(const Square (&u)[10], const float *log_g, uint32_t tile_k, unsigned rows,
+                                       Outbox &out, unsigned char *to) {
+    int lane = threadIdx.x % 32;
+    uint32_t block_k = tile_k + panel_offset(lane & 15, lane >> 4);
     float last = log_g[kChunk - 1] + Range<T>::kLogUp;
-    float e_upper = exp2_fast(last - log_g[p.row]), e_lower = exp2_fast(last - log_g[p.row + 8]);
-    auto put = [&](const float(&x)[32], int panel) {
 #pragma unroll
-        for (int s = 0; s < 4; ++s) {
-            const float *y = &x[8 * s];
-            stmatrix_x4(block_at(tile_x + panel * kPanelBytes, p, s), pack<T>(e_upper * y[0], e_upper * y[1]),
-                        pack<T>(e_lower * y[2], e_lower * y[3]), pack<T>(e_upper * y[4], e_upper * y[5]),
-                        pack<T>(e_lower * y[6], e_lower * y[7]));
-        }
-    };
+    for (int j = 0; j < 4; ++j) {
+        if (!(rows >> j & 1)) continue;
+        float upper = exp2_fast(last - log_g[16 * j + lane / 4]),
+              lower = exp2_fast(last - log_g[16 * j + 8 + lane / 4]);
 #pragma unroll 1
-    for (int i = 0; i < PanelsK; ++i) {
-        multiply(i);
-        wgmma_wait<0>();
-        wgmma_hold(acc);
-        put(acc, i);
-    }
-    float(&z)[32] = acc;
-    wgmma_hold(p_rows);
-    wgmma_hold(z);
-    wgmma_fence();
+        for (int panel = 0; panel < PanelsK; ++panel) {
+            float x[4][8] = {};
 #pragma unroll
-    for (int step = 0; step < 4; ++step) {
-        wgmma<__half, kMajorMN>(z, p_rows + 4 * step, panel_mn_major(tile_t) + step * kStepMN, step > 0);
+            for (int i = j; i < 4; ++i) {
+#pragma unroll
+                for (int s = 0; s < 4; ++s) {
+                    uint32_t f[4];
+                    ldmatrix_x4_trans((block_k ^ static_cast<uint32_t>(32 * s)) + panel * kPanelBytes + i * kStripBytes,
+                                      f);
+                    mma<__half>(reinterpret_cast<float(&)[4]>(x[s][0]), u[lower_block(i, j)], f[0], f[1]);
+                    mma<__half>(reinterpret_cast<float(&)[4]>(x[s][4]), u[lower_block(i, j)], f[2], f[3]);
+                }
+            }
+            uint32_t strip = out.next();
+#pragma unroll
+            for (int s = 0; s < 4; ++s) {
+                const float(&y)[8] = x[s];
+                Square f = {pack<T>(upper * y[0], upper * y[1]), pack<T>(lower * y[2], lower * y[3]),
+                            pack<T>(upper * y[4], upper * y[5]), pack<T>(lower * y[6], lower * y[7])};
+                put_block(strip, s, f);
+            }
+            out.send(to + panel * kPanelBytes + j * kStripBytes, strip);
+        }
     }
-    wgmma_commit();
-    wgmma_wait<0>();
-    wgmma_hold(z);
-    wgmma_hold(p_rows);
-    named_barrier(kPrepareBarrier, 128);  // all warps have read t
-    put_lower<T>(tile_t, z, log_g, up_z, [](int, int, float decay, float x) { return decay * x; });
-    fence_async_shared();
-    named_barrier(kPrepareBarrier, 128);
+}
+
+// Columns of Z: squares from the diagonal down, made transposed, u p^T.
+//
+// Below the diagonal's squares exp(G_i - G_j) = exp(G_i - G_m) exp(G_m - G_j), m the last token of j's square: neither
+// exceeds 1, and where one underflows so would the product.
+template <typename T>
+__device__ __forceinline__ void make_z(const Square (&u)[10], const float *log_g, const uint4 (*p)[32],
+                                       unsigned columns, Outbox &out, unsigned char *to) {
+    int lane = threadIdx.x % 32, row = lane / 4, column = 2 * (lane % 4);
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+        if (!(columns >> j & 1)) continue;
+        float z[4][8] = {};
+#pragma unroll
+        for (int i = j; i < 4; ++i) {
+#pragma unroll
+            for (int k = j; k <= i; ++k) {
+                uint4 x = p[lower_block(i, k)][lane];
+                mma<__half>(reinterpret_cast<float(&)[4]>(z[i][0]), u[lower_block(k, j)], x.x, x.y);
+                mma<__half>(reinterpret_cast<float(&)[4]>(z[i][4]), u[lower_block(k, j)], x.z, x.w);
+            }
+        }
+        float middle = log_g[16 * j + 15];
+        float upper = log_g[16 * j + row] - Range<T>::kLogUp, lower = log_g[16 * j + 8 + row] - Range<T>::kLogUp;
+        float right_upper = exp2_fast(middle - upper), right_lower = exp2_fast(middle - lower);
+        uint32_t strip = out.next();
+#pragma unroll
+        for (int i = j; i < 4; ++i) {
+            float2 first = *reinterpret_cast<const float2 *>(&log_g[16 * i + column]);
+            float2 second = *reinterpret_cast<const float2 *>(&log_g[16 * i + 8 + column]);
+            float from[4] = {first.x, first.y, second.x, second.y};
+            Square f = {};
+            if (i > j) {
+#pragma unroll
+                for (int d = 0; d < 4; ++d) from[d] = exp2_fast(from[d] - middle);
+#pragma unroll
+                for (int d = 0; d < 4; ++d) {
+                    float right = d % 2 ? right_lower : right_upper;
+                    f[d] =
+                        pack<T>(from[d / 2 * 2] * right * z[i][2 * d], from[d / 2 * 2 + 1] * right * z[i][2 * d + 1]);
+                }
+            } else {
+#pragma unroll
+                for (int d = 0; d < 4; ++d) {
+                    if (d == 1) continue;  // above the diagonal
+                    float log = d % 2 ? lower : upper;
+                    float a = exp2_fast(from[d / 2 * 2] - log) * z[i][2 * d];
+                    float b = exp2_fast(from[d / 2 * 2 + 1] - log) * z[i][2 * d + 1];
+                    f[d] = pack<T>(d == 2 || column >= row ? a : 0.0f, d == 2 || column + 1 >= row ? b : 0.0f);
+                }
+            }
+            stmatrix_x4_trans(strip + (i - j) * kHopperSquareBytes + 16 * lane, f[0], f[1], f[2], f[3]);
+        }
+        out.send(to + lower_column(j), strip, (4 - j) * kHopperSquareBytes);
+    }
+}
+
+// Rows of Z or R as a panel: strips `rows`, as make_z makes columns. R: columns times -beta, ones on the diagonal.
+template <typename T, bool IsR>
+__device__ __forceinline__ void make_tile(const Square (&u)[10], const float *log_g, const float *beta,
+                                          const Operand &operand, unsigned rows, Outbox &out, unsigned char *to) {
+    int lane = threadIdx.x % 32, row = lane / 4, column = 2 * (lane % 4);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        if (!(rows >> i & 1)) continue;
+        float z[4][8] = {};
+#pragma unroll
+        for (int k = 0; k <= i; ++k) {
+            uint4 x = operand[lower_block(i, k)][lane];
+#pragma unroll
+            for (int j = 0; j <= k; ++j) {
+                mma<__half>(reinterpret_cast<float(&)[4]>(z[j][0]), u[lower_block(k, j)], x.x, x.y);
+                mma<__half>(reinterpret_cast<float(&)[4]>(z[j][4]), u[lower_block(k, j)], x.z, x.w);
+            }
+        }
+        float2 first = *reinterpret_cast<const float2 *>(&log_g[16 * i + column]);
+        float2 second = *reinterpret_cast<const float2 *>(&log_g[16 * i + 8 + column]);
+        float from[4] = {first.x, first.y, second.x, second.y}, middle = i ? log_g[16 * i - 1] : 0.0f;
+        uint32_t strip = out.next();
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+            Square f = {};
+            if (j < i) {
+                float right[2];
+#pragma unroll
+                for (int d = 0; d < 2; ++d) {
+                    int at = 16 * j + row + 8 * d;
+                    right[d] = exp2_fast(middle - log_g[at]) * (IsR ? -beta[at] : 1.0f);
+                }
+#pragma unroll
+                for (int d = 0; d < 4; ++d) {
+                    float a = exp2_fast(from[d / 2 * 2] - middle), b = exp2_fast(from[d / 2 * 2 + 1] - middle);
+                    f[d] = pack<T>(a * right[d % 2] * z[j][2 * d], b * right[d % 2] * z[j][2 * d + 1]);
+                }
+            } else if (j == i) {
+#pragma unroll
+                for (int d = 0; d < 4; ++d) {
+                    if (d == 1) continue;  // above the diagonal
+                    float y[2];
+#pragma unroll
+                    for (int e = 0; e < 2; ++e) {
+                        int at = row + d % 2 * 8, i_at = column + d / 2 * 8 + e;
+                        float x = exp2_fast(from[d / 2 * 2 + e] - log_g[16 * j + at]) * z[j][2 * d + e];
+                        if (IsR) x *= -beta[16 * j + at];
+                        y[e] = i_at < at ? 0.0f : IsR && i_at == at ? 1.0f : x;
+                    }
+                    f[d] = pack<T>(y[0], y[1]);
+                }
+            }
+            put_block_trans(strip, j, f);
+        }
+        out.send(to + i * kStripBytes, strip);
+    }
 }
 
 template <typename T, int PanelsK, bool Backward>
-__global__ void __launch_bounds__(128, Backward ? 3 : 4)  // R takes registers
+__global__ void __launch_bounds__(128, Backward ? 3 : 4)
     hopper_prepare(const __grid_constant__ gdelta_shape shape, const __grid_constant__ gdelta_inputs in,
                    const __grid_constant__ gdelta_hopper_work work, const __grid_constant__ gdelta_tensor_map map_k,
                    const __grid_constant__ gdelta_tensor_map map_q) {
     extern __shared__ __align__(1024) unsigned char shared_bytes[];
-    PrepareShared<PanelsK> &shared = *reinterpret_cast<PrepareShared<PanelsK> *>(shared_bytes);
+    using Shared = PrepareShared<PanelsK, Backward>;
+    Shared &shared = *reinterpret_cast<Shared *>(shared_bytes);
     constexpr uint32_t kTile = PanelsK * kPanelBytes;
+    grid_wait();  // for the check of cu_seqlens, so that whoever comes early after this kernel can trust it
+    grid_release();
     if (is_malformed(work.malformed)) return;
 
     int group = shape.heads_o / shape.heads_q;
@@ -256,8 +349,7 @@ __global__ void __launch_bounds__(128, Backward ? 3 : 4)  // R takes registers
     int head_q = static_cast<int>(block % heads_q);
     int first = static_cast<int>(blockIdx.x % batches) * kHopperPrepareHeads;
     int count = min(group - first, static_cast<int>(kHopperPrepareHeads));
-    uint32_t tile_k = shared_address(shared.k), tile_q = shared_address(shared.q), tile_t = shared_address(shared.t),
-             tile_r = shared_address(shared.scratch.a);
+    uint32_t tile_k = shared_address(shared.k), tile_q = shared_address(shared.q);
     uint32_t loaded = shared_address(&shared.loaded);
     if (threadIdx.x < 32) {
         Chunk chunk = find_chunk(shape, in, number);
@@ -276,13 +368,10 @@ __global__ void __launch_bounds__(128, Backward ? 3 : 4)  // R takes registers
             }
         }
     }
-    for (int i = threadIdx.x; i < static_cast<int>(kPanelBytes) / 16; i += 128) {
-        st_shared(tile_t + 16 * i, make_uint4(0, 0, 0, 0));
-    }
     __syncthreads();
     const Chunk chunk = shared.chunk;
     if (!chunk.rows) return;
-    int warp = threadIdx.x / 32;
+    int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x / 32), 0);  // uniform, and known to be
 #pragma unroll 1
     for (int i = warp; i < count; i += 4) {
         make_gates(shape, in, chunk, head_in_group(shape, head_q, first + i), shared.beta[i], shared.log[i]);
@@ -294,11 +383,10 @@ __global__ void __launch_bounds__(128, Backward ? 3 : 4)  // R takes registers
         __syncthreads();
     }
 
-    Lane p = lane_of_warpgroup();
-    float kk[32];
-    uint32_t p_rows[16];  // p, as fp16 operand
+    Outbox out = {shared_address(shared.strips[warp])};
     {
-        float qk[32];
+        const Lane p = lane_of_warpgroup();
+        float kk[32], qk[32];
         wgmma_hold(kk);
         wgmma_hold(qk);
         wgmma_fence();
@@ -314,12 +402,8 @@ __global__ void __launch_bounds__(128, Backward ? 3 : 4)  // R takes registers
             wgmma<T, kMajorK, kMajorK>(qk, q, k, step > 0);
         }
         wgmma_commit();
-        {
-            int row = threadIdx.x % kChunk;
-            bool is_q = threadIdx.x >= kChunk;
-            float norm = tile_row_norm<T, PanelsK>(shape, is_q ? tile_q : tile_k, row);
-            (is_q ? shared.norm_q : shared.norm_k)[row] = norm;
-        }
+        make_norms<T, PanelsK>(shape, tile_k, shared.norm_k);
+        make_norms<T, PanelsK>(shape, tile_q, shared.norm_q);
         wgmma_wait<0>();
         wgmma_hold(kk);
         wgmma_hold(qk);
@@ -328,65 +412,73 @@ __global__ void __launch_bounds__(128, Backward ? 3 : 4)  // R takes registers
         float scale = static_cast<float>(shape.scale);
         float upper = shared.norm_q[p.row] * scale, lower = shared.norm_q[p.row + 8] * scale;
         float rk_upper = shared.norm_k[p.row], rk_lower = shared.norm_k[p.row + 8];
+        uint32_t strip_p = 0, strip_l = 0;
+        if (Backward && first == 0) strip_p = out.next(), strip_l = out.next();
 #pragma unroll
         for (int s = 0; s < 4; ++s) {
-            float y[8];
-            uint32_t(&f)[4] = reinterpret_cast<uint32_t(&)[4]>(p_rows[4 * s]);
+            float y[8], l[8];
+            Square f = {};
+            if (s <= warp) {
 #pragma unroll
-            for (int i = 0; i < 8; ++i) {
-                int column = 16 * s + i / 4 * 8 + p.column + i % 2, row = p.row + i / 2 % 2 * 8;
-                float rk = shared.norm_k[column];
-                y[i] = column <= row ? rk * qk[8 * s + i] : 0.0f;
-                kk[8 * s + i] *= (i & 2 ? rk_lower : rk_upper) * rk;
+                for (int i = 0; i < 8; ++i) {
+                    int column = 16 * s + i / 4 * 8 + p.column + i % 2, row = p.row + i / 2 % 2 * 8;
+                    float rk = shared.norm_k[column];
+                    y[i] = s < warp || column <= row ? rk * qk[8 * s + i] : 0.0f;
+                    l[i] = kk[8 * s + i] * ((i & 2 ? rk_lower : rk_upper) * rk);
+                }
+                pack_square(y, upper, lower, f);
+                put_inverse_input(shared.kk, warp, s, l);
+                shared.p[lower_block(warp, s)][p.lane] = make_uint4(f[0], f[2], f[1], f[3]);
             }
-            pack_square(y, upper, lower, f);
+            if constexpr (Backward) {
+                if (first == 0) put_block(strip_p, s, f);
+#pragma unroll
+                for (int i = 0; i < 8; ++i) {
+                    int column = 16 * s + i / 4 * 8 + p.column + i % 2, row = p.row + i / 2 % 2 * 8;
+                    y[i] = column < row ? l[i] : 0.0f;
+                }
+                pack_square(y, f);
+                if (first == 0) put_block(strip_l, s, f);
+                if (s <= warp) shared.l[lower_block(warp, s)][p.lane] = make_uint4(f[0], f[2], f[1], f[3]);
+            }
         }
-    }
-    if constexpr (Backward) {
-        uint32_t l[16];
-        strictly_lower(kk, l);
-        put_blocks(tile_q, p, p_rows);
-        put_blocks(tile_r, p, l);
-    }
-    scale_rows<T, PanelsK>(tile_k, shared.norm_k);
-    fence_async_shared();
-
-#pragma unroll 1
-    for (int i = warp; i < count; i += 4) {
-        int64_t at = number * shape.heads_o + head_in_group(shape, head_q, first + i);
-        make_rows<T>(shape, shared.norm_k, shared.norm_q, shared.beta[i], shared.log[i],
-                     work.rows + at * kHopperRowFloats);
-    }
-    if (Backward && first == 0) {
+        if (Backward && first == 0) {
+            int64_t at = (number * shape.heads_q + head_q) * kHopperTileBytes + warp * kStripBytes;
+            out.send(static_cast<unsigned char *>(work.p) + at, strip_p);
+            out.send(static_cast<unsigned char *>(work.l) + at, strip_l);
+        }
+        scale_rows<T, PanelsK>(tile_k, shared.norm_k);
         __syncthreads();
-        if (threadIdx.x == 0) {
-            int64_t at = (number * shape.heads_q + head_q) * kHopperTileBytes;
-            bulk_store(static_cast<unsigned char *>(work.p) + at, tile_q, kPanelBytes);
-            bulk_store(static_cast<unsigned char *>(work.l) + at, tile_r, kPanelBytes);
-            bulk_commit();
-        }
     }
+
+    int shift = count > 2 ? 0 : 3 - count, team = 1 << shift, member = warp & (team - 1);  // warps of one head
+    // Strips of rows of a warp's own: the first ones have the longer sums, in X and in Z.
+    unsigned rows = team == 1 ? 15 : team == 4 ? 1 << member : member ? 6 : 9;
 #pragma unroll 1
-    for (int i = 0; i < count; ++i) {
-        auto wait_stored = [&] {  // what was stored from shared memory may be written again
-            if (threadIdx.x == 0) bulk_wait_read<0>();
-            named_barrier(kPrepareBarrier, 128);
-        };
-        if constexpr (Backward) wait_stored();  // R stands where the inverse begins
-        invert_lower(kk, shared.beta[i], shared.scratch, tile_t, kPrepareBarrier, [&] {
-            if constexpr (!Backward) wait_stored();
-        });
+    for (int i = warp >> shift; i < count; i += 4 >> shift) {
         int64_t at = number * shape.heads_o + head_in_group(shape, head_q, first + i);
-        if constexpr (Backward) make_r<T>(kk, shared.beta[i], shared.log[i], tile_t, tile_r);
-        make_xz<T, PanelsK>(p_rows, shared.log[i], tile_t, tile_k, tile_q, Backward ? 0.0f : Range<T>::kLogUp);
-        if (threadIdx.x == 0) {
-            bulk_store(static_cast<unsigned char *>(work.z) + at * kHopperTileBytes, tile_t, kPanelBytes);
-            bulk_store(static_cast<unsigned char *>(work.x) + at * kTile, tile_q, kTile);
-            if (Backward) bulk_store(static_cast<unsigned char *>(work.r) + at * kHopperTileBytes, tile_r, kPanelBytes);
-            bulk_commit();
+        if (member == 0) {
+            make_rows<T, Backward>(shape, shared.norm_k, shared.norm_q, shared.beta[i], shared.log[i],
+                                   work.rows + at * (Backward ? kHopperRowFloats : kHopperForwardRowFloats));
         }
+        Square u[10];
+        uint32_t scratch = out.next();
+        if (threadIdx.x % 32 == 0) bulk_wait_read<0>();
+        __syncwarp();
+        invert_lower(shared.kk, shared.beta[i], scratch, u);
+        if constexpr (Backward) {
+            int64_t to = at * kHopperTileBytes;
+            make_tile<T, true>(u, shared.log[i], shared.beta[i], shared.l, rows, out,
+                               static_cast<unsigned char *>(work.r) + to);
+            make_tile<T, false>(u, shared.log[i], shared.beta[i], shared.p, rows, out,
+                                static_cast<unsigned char *>(work.z) + to);
+        } else {
+            make_z<T>(u, shared.log[i], shared.p, team == 4 ? 8 >> member : rows, out,
+                      static_cast<unsigned char *>(work.z) + at * kHopperLowerBytes);
+        }
+        make_x<T, PanelsK>(u, shared.log[i], tile_k, rows, out, static_cast<unsigned char *>(work.x) + at * kTile);
     }
-    if (threadIdx.x == 0) bulk_wait<0>();
+    if (threadIdx.x % 32 == 0) bulk_wait<0>();
 }
 
 cudaError_t launch_hopper_prepare(const gdelta_forward_call &call, const gdelta_hopper_work &work,
@@ -397,11 +489,13 @@ cudaError_t launch_hopper_prepare(const gdelta_forward_call &call, const gdelta_
     int group = shape.heads_o / shape.heads_q, batches = (group + kHopperPrepareHeads - 1) / kHopperPrepareHeads;
     return with_instance(shape, call.in, [&](auto *type, auto panels) {
         using T = std::remove_pointer_t<decltype(type)>;
-        constexpr size_t kBytes = sizeof(PrepareShared<panels>);
-        static_assert(kBytes <= 228 * 1024 / 4 - 1024, "four blocks a multiprocessor");
+        constexpr size_t kForward = sizeof(PrepareShared<panels, false>),
+                         kBackward = sizeof(PrepareShared<panels, true>);
+        static_assert(kForward <= 228 * 1024 / 4 - 1024 && kBackward <= 228 * 1024 / 3 - 1024,
+                      "blocks a multiprocessor");
         auto kernel = work.l ? hopper_prepare<T, panels, true> : hopper_prepare<T, panels, false>;
-        return launch(kernel, chunks * shape.heads_q * batches, 128, kBytes, stream, shape, call.in, work, maps.k,
-                      maps.q);
+        return launch_as(work.malformed && starts_early(call), kernel, chunks * shape.heads_q * batches, 128,
+                         work.l ? kBackward : kForward, stream, shape, call.in, work, maps.k, maps.q);
     });
 }
 

@@ -26,6 +26,7 @@
 #include "kernels/hopper/launch.cuh"
 #include "kernels/hopper/ring.cuh"
 #include "kernels/ptx/bulk.cuh"
+#include "kernels/ptx/grid.cuh"
 
 namespace gdelta {
 
@@ -48,7 +49,8 @@ struct __align__(1024) OutputShared {
     // One place each for S and W is all that fits for two halves of V.
     static constexpr int kStagesS = kOutputs<Halves>;
 
-    unsigned char q[2][PanelsK * kPanelBytes], z[2][kPanelBytes];
+    unsigned char q[2][PanelsK * kPanelBytes];
+    unsigned char z[2][4][4 * kHopperSquareBytes];  // 16 columns at a time; squares above the diagonal stay 0
     unsigned char s[kStagesS][PanelsK][Halves * kPanelBytes];  // rows of V, 64 of K a panel
     unsigned char w[kStagesS][Halves * kPanelBytes];           // rows of V, 64 tokens
     unsigned char o[kStagesS][Halves * kPanelBytes];
@@ -111,15 +113,14 @@ struct Scan {
         return (shared.number + c) * call.shape.heads_o + shared.head;
     }
     __device__ __forceinline__ void load_panels(const gdelta_tensor_map &map, void *to, uint64_t &barrier, int c,
-                                                int of_head, int first, int count, uint64_t policy) const {
+                                                int of_head, int first, int count) const {
         for (int i = 0; i < count; ++i) {
             bulk_load_tensor(shared_address(to) + i * kPanelBytes, &map, shared_address(&barrier), token(c), of_head,
-                             static_cast<int>(shared.sequence.batch), first + i, policy);
+                             static_cast<int>(shared.sequence.batch), first + i);
         }
     }
-    static __device__ __forceinline__ void load(void *to, const void *from, uint32_t bytes, uint64_t &barrier,
-                                                uint64_t policy) {
-        bulk_load(shared_address(to), from, bytes, shared_address(&barrier), policy);
+    static __device__ __forceinline__ void load(void *to, const void *from, uint32_t bytes, uint64_t &barrier) {
+        bulk_load(shared_address(to), from, bytes, shared_address(&barrier));
     }
 
     template <typename F>
@@ -149,22 +150,21 @@ __device__ __forceinline__ void Scan<T, PanelsK, Halves, Summary>::feed(uint64_t
     }
 }
 
-// K and Q are read by the other heads of the group and by the other tiles; V, X, Z by none, or by one.
 template <typename T, int PanelsK, int Halves, bool Summary>
 __device__ __forceinline__ void Scan<T, PanelsK, Halves, Summary>::loader() const {
-    uint64_t keep = keep_policy(), once = stream_policy();
     if (threadIdx.x == 0) {
         uint32_t bytes = sizeof shared.keys[0].k + sizeof shared.rows[0] + (has_value ? sizeof shared.keys[0].v : 0);
         feed(shared.k_full, shared.k_empty, bytes, [&](int slot, uint64_t &barrier, int c) {
             ScanKeys<PanelsK, Halves> &keys = shared.keys[slot];
-            load_panels(maps.k, keys.k, barrier, c, shared.head_k, 0, PanelsK, keep);
-            if (has_value) load_panels(maps.v, keys.v, barrier, c, shared.head_v, shared.first_panel, Halves, once);
-            load(shared.rows[slot], work.rows + chunk_head(c) * kHopperRowFloats, sizeof shared.rows[0], barrier, once);
+            load_panels(maps.k, keys.k, barrier, c, shared.head_k, 0, PanelsK);
+            if (has_value) load_panels(maps.v, keys.v, barrier, c, shared.head_v, shared.first_panel, Halves);
+            load(shared.rows[slot], work.rows + chunk_head(c) * kHopperForwardRowFloats, sizeof shared.rows[0],
+                 barrier);
         });
     } else if (threadIdx.x == 32) {
         feed(shared.x_full, shared.x_empty, sizeof shared.x[0], [&](int slot, uint64_t &barrier, int c) {
             const char *from = static_cast<const char *>(work.x) + chunk_head(c) * sizeof shared.x[0];
-            load(shared.x[slot], from, sizeof shared.x[0], barrier, once);
+            load(shared.x[slot], from, sizeof shared.x[0], barrier);
         });
     }
     if constexpr (!Summary) {
@@ -172,14 +172,18 @@ __device__ __forceinline__ void Scan<T, PanelsK, Halves, Summary>::loader() cons
         if (threadIdx.x == 64) {
             uint32_t bytes = sizeof out.q[0] + sizeof out.factor[0];
             feed(out.q_full, out.q_empty, bytes, [&](int slot, uint64_t &barrier, int c) {
-                load_panels(maps.q, out.q[slot], barrier, c, shared.head_q, 0, PanelsK, keep);
-                load(out.factor[slot], work.rows + chunk_head(c) * kHopperRowFloats + kRowOutput, sizeof out.factor[0],
-                     barrier, once);
+                load_panels(maps.q, out.q[slot], barrier, c, shared.head_q, 0, PanelsK);
+                load(out.factor[slot], work.rows + chunk_head(c) * kHopperForwardRowFloats + kRowOutput,
+                     sizeof out.factor[0], barrier);
             });
         } else if (threadIdx.x == 96) {
-            feed(out.z_full, out.z_empty, sizeof out.z[0], [&](int slot, uint64_t &barrier, int c) {
-                const char *from = static_cast<const char *>(work.z) + chunk_head(c) * kHopperTileBytes;
-                load(out.z[slot], from, sizeof out.z[0], barrier, once);
+            feed(out.z_full, out.z_empty, kHopperLowerBytes, [&](int slot, uint64_t &barrier, int c) {
+                const char *from = static_cast<const char *>(work.z) + chunk_head(c) * kHopperLowerBytes;
+#pragma unroll
+                for (int j = 0; j < 4; ++j) {
+                    load(out.z[slot][j] + j * kHopperSquareBytes, from + lower_column(j), (4 - j) * kHopperSquareBytes,
+                         barrier);
+                }
             });
         }
     }
@@ -251,8 +255,8 @@ __device__ __forceinline__ void Scan<T, PanelsK, Halves, Summary>::output(int tu
         wgmma_fence();
 #pragma unroll
         for (int step = 0; step < 4; ++step) {
-            wgmma<T, kMajorK, kMajorK>(o, panel_k_major(tile_z) + step * kStepK, panel_k_major(tile_w) + step * kStepK,
-                                       true);
+            wgmma<T, kMajorK, kMajorK>(o, squares_k_major(tile_z + step * sizeof out.z[0][0]),
+                                       panel_k_major(tile_w) + step * kStepK, true);
         }
         wgmma_commit();
         wgmma_wait<0>();
@@ -475,7 +479,8 @@ __device__ __forceinline__ void run_scan(const gdelta_forward_call &call, const 
     extern __shared__ __align__(1024) unsigned char shared_bytes[];
     Shared &shared = *reinterpret_cast<Shared *>(shared_bytes);
     const gdelta_shape &shape = call.shape;
-    if (is_malformed(work.malformed)) return;
+    grid_release();
+    if (is_malformed(work.malformed)) return;  // prepare has waited for that
 
     unsigned blocks = static_cast<unsigned>(segment_blocks(shape, work.choice, Halves, Summary));
     unsigned job = blockIdx.x / blocks, tiles = static_cast<unsigned>(scan_tiles(shape, Halves, Summary));
@@ -517,7 +522,15 @@ __device__ __forceinline__ void run_scan(const gdelta_forward_call &call, const 
         constexpr int kPieces = kPanelBytes / 16;
         st_shared(shared_address(shared.keys[i / kPieces].v) + i % kPieces * 16, make_uint4(0, 0, 0, 0));
     }
+    if constexpr (!Summary) {
+        constexpr int kPieces = sizeof shared.output.z / 16;
+        for (int i = threadIdx.x; i < kPieces; i += blockDim.x) {
+            st_shared(shared_address(shared.output.z) + 16 * i, make_uint4(0, 0, 0, 0));
+        }
+    }
+    fence_async_shared();
     __syncthreads();
+    grid_wait();
     const Sequence &sequence = shared.sequence;
     int64_t all = (sequence.length + kChunk - 1) / kChunk;
     int end = static_cast<int>(all * (segment + 1) / work.choice.segments);
@@ -585,6 +598,7 @@ __global__ void __launch_bounds__(2 * K)
     constexpr int kRows = 4;
     extern __shared__ __align__(1024) unsigned char shared_bytes[];
     Shared &shared = *reinterpret_cast<Shared *>(shared_bytes);
+    grid_release();
     if (is_malformed(work.malformed)) return;
     unsigned tiles = static_cast<unsigned>(shape.dim_v / Shared::kRows);
     int64_t job = blockIdx.x / tiles, step = static_cast<int64_t>(shape.dim_v) * K;
@@ -599,6 +613,9 @@ __global__ void __launch_bounds__(2 * K)
     if (threadIdx.x == 0) {
         for (uint64_t &barrier : shared.full) mbarrier_init(shared_address(&barrier), 1);
         fence_barrier_init();
+    }
+    grid_wait();
+    if (threadIdx.x == 0) {
         for (int p = 1; p < 3 && p < count; ++p) load(p);
     }
     float2 s[kRows], next[kRows];
@@ -644,11 +661,12 @@ static cudaError_t launch_segments(const gdelta_forward_call &call, const gdelta
     using Merge = MergeShared<64 * PanelsK>;
     static_assert(sizeof(Shared) <= 228 * 1024 / 2 - 1024, "two blocks a multiprocessor");
     int64_t jobs = call.shape.sequences * call.shape.heads_o;
-    cudaError_t error = launch(hopper_summary<T, PanelsK>, jobs * segment_blocks(call.shape, work.choice, 1, true), 256,
-                               sizeof(Shared), stream, call, work, maps);
+    cudaError_t error = launch_as(starts_early(call), hopper_summary<T, PanelsK>,
+                                  jobs * segment_blocks(call.shape, work.choice, 1, true), 256, sizeof(Shared), stream,
+                                  call, work, maps);
     if (error != cudaSuccess) return error;
-    return launch(hopper_merge<64 * PanelsK>, jobs * (call.shape.dim_v / Merge::kRows), 2 * 64 * PanelsK, sizeof(Merge),
-                  stream, call.shape, work);
+    return launch_as(starts_early(call), hopper_merge<64 * PanelsK>, jobs * (call.shape.dim_v / Merge::kRows),
+                     2 * 64 * PanelsK, sizeof(Merge), stream, call.shape, work);
 }
 
 template <typename T, int PanelsK, int Halves>
@@ -657,8 +675,9 @@ static cudaError_t launch_scan(const gdelta_forward_call &call, const gdelta_hop
     using Shared = ScanShared<PanelsK, Halves, false>;
     static_assert(sizeof(Shared) <= 232448, "227 KB a block");
     int64_t jobs = call.shape.sequences * call.shape.heads_o;
-    return launch(hopper_scan<T, PanelsK, Halves>, jobs * segment_blocks(call.shape, work.choice, Halves, false), 512,
-                  sizeof(Shared), stream, call, work, maps);
+    return launch_as(starts_early(call), hopper_scan<T, PanelsK, Halves>,
+                     jobs * segment_blocks(call.shape, work.choice, Halves, false), 512, sizeof(Shared), stream, call,
+                     work, maps);
 }
 
 }  // namespace gdelta

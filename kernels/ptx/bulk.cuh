@@ -7,18 +7,6 @@
 
 namespace gdelta {
 
-// How long L2 should keep what is read (PTX ISA, "createpolicy"): shared by other blocks, or read once.
-__device__ __forceinline__ uint64_t keep_policy() {
-    uint64_t policy;
-    asm("createpolicy.fractional.L2::evict_last.b64 %0;" : "=l"(policy));
-    return policy;
-}
-__device__ __forceinline__ uint64_t stream_policy() {
-    uint64_t policy;
-    asm("createpolicy.fractional.L2::evict_first.b64 %0;" : "=l"(policy));
-    return policy;
-}
-
 // The box of a 5-D tensor map at (x, token, panel, head, batch); elements outside the tensor arrive as zeros.
 __device__ __forceinline__ void bulk_load_tensor(uint32_t shared, const void *map, uint32_t barrier, int token,
                                                  int head, int batch, int panel = 0) {
@@ -26,15 +14,6 @@ __device__ __forceinline__ void bulk_load_tensor(uint32_t shared, const void *ma
         "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5, "
         "%6}], [%7];" ::"r"(shared),
         "l"(map), "r"(0), "r"(token), "r"(panel), "r"(head), "r"(batch), "r"(barrier)
-        : "memory");
-}
-
-__device__ __forceinline__ void bulk_load_tensor(uint32_t shared, const void *map, uint32_t barrier, int token,
-                                                 int head, int batch, int panel, uint64_t policy) {
-    asm volatile(
-        "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, "
-        "{%2, %3, %4, %5, %6}], [%7], %8;" ::"r"(shared),
-        "l"(map), "r"(0), "r"(token), "r"(panel), "r"(head), "r"(batch), "r"(barrier), "l"(policy)
         : "memory");
 }
 
@@ -52,15 +31,6 @@ __device__ __forceinline__ void bulk_load(uint32_t shared, const void *global, u
     asm volatile(
         "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared),
         "l"(global), "r"(bytes), "r"(barrier)
-        : "memory");
-}
-
-__device__ __forceinline__ void bulk_load(uint32_t shared, const void *global, uint32_t bytes, uint32_t barrier,
-                                          uint64_t policy) {
-    asm volatile(
-        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::
-            "r"(shared),
-        "l"(global), "r"(bytes), "r"(barrier), "l"(policy)
         : "memory");
 }
 

@@ -1,146 +1,145 @@
-// T = (I + A)^-1 of a strictly lower triangular A, 64 x 64, by one warpgroup; no gate is needed for it.
+// T = (I + A)^-1 of a strictly lower triangular A_ij = beta_i kk_ij, 64 x 64, by one warp in registers; no gate is
+// needed for it.
 //
-//   8 x 8 diagonal blocks: forward substitution in fp32, one row of T a lane;
-//   then  T21 = -(T22 A21) T11  for blocks of 8, of 16 and of 32, fp16 operands and fp32 sums.
+//   8 x 8 diagonal blocks: forward substitution in fp32, a row of T a lane;
+//   then, with U = T^T in blocks of 8 and of 16,   U_ji = -(sum over j <= k < i of U_jk A_ik^T) U_ii.
 //
-// With A_ij = beta_i k_i.k_j and |k| <= 1 every intermediate is a w_i.k_j of the delta rule and stays below beta, which
-// a power series does not grant: it overflows fp16 on correlated keys. fp16 and not bf16, inside and for the result:
-// where keys are alike, what is left of them is a difference of nearly equal terms of T.
+// Transposed, for then no block changes its layout: what a product leaves (D) is the next one's left operand, and right
+// operands are transposes of what is there anyway. Operands fp16, sums fp32. With |k| <= 1 every sum is a w_i.k_j of
+// the delta rule and stays below beta, which a power series does not grant: it overflows fp16 on correlated keys. fp16
+// and not bf16, inside and for the result: where keys are alike, what is left of them is a difference of nearly equal
+// terms of T.
 #pragma once
 
 #include "kernels/tile/panel.cuh"
 
 namespace gdelta {
 
-struct __align__(1024) InverseScratch {
-    unsigned char a[kPanelBytes];  // A up to the diagonal's 16 x 16 blocks, fp16
-    float diagonal[4][16][12];     // each warp's two 8 x 8 blocks of A; rows padded to spread over the banks
+// A 16 x 16 block of fp16 as a lane holds it: the left operand of mma, four 8 x 8 matrices, those of a column together.
+using Square = uint32_t[4];
+
+// kk below the diagonal, once for all who need it: matrices of fp32.
+struct InverseInput {
+    float diagonal[8][68];   // 8 x 8; four blocks of a step are 4 banks apart
+    float2 corner[4][32];    // upper right quarters of the diagonal's 16 x 16 blocks: the lane's elements
+    float4 below[6][2][32];  // blocks of 16: the lane's elements, by rows of blocks
 };
 
-// Address of the lane's row of the 16 x 16 block at block row and column (r, c).
-__device__ __forceinline__ uint32_t square_at(uint32_t panel, int r, int c) {
-    int lane = threadIdx.x % 32;
-    return panel + panel_offset(16 * r + (lane & 15), 2 * c + (lane >> 4));
+// Place of block (i, j), j <= i, of a lower triangle of 4 x 4 blocks.
+__device__ __forceinline__ constexpr int lower_block(int i, int j) {
+    return i * (i + 1) / 2 + j;
 }
 
-// y += a b, 16 x 16 blocks of fp16; b is in shared memory.
-__device__ __forceinline__ void multiply_square(float (&y)[8], const uint32_t (&a)[4], uint32_t b) {
-    uint32_t f[4];
-    ldmatrix_x4_trans(b, f);
-    mma_f16(reinterpret_cast<float(&)[4]>(y[0]), a, f[0], f[1]);
-    mma_f16(reinterpret_cast<float(&)[4]>(y[4]), a, f[2], f[3]);
-}
-
-__device__ __forceinline__ void pack_square(const float (&y)[8], float upper, float lower, uint32_t (&r)[4]) {
+__device__ __forceinline__ void pack_square(const float (&y)[8], float upper, float lower, Square &r) {
     r[0] = pack<__half>(upper * y[0], upper * y[1]);
     r[1] = pack<__half>(lower * y[2], lower * y[3]);
     r[2] = pack<__half>(upper * y[4], upper * y[5]);
     r[3] = pack<__half>(lower * y[6], lower * y[7]);
 }
+__device__ __forceinline__ void pack_square(const float (&y)[8], Square &r) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) r[i] = pack<__half>(y[2 * i], y[2 * i + 1]);
+}
 
-// kk: the warpgroup's fragments of a symmetric product; A_ij = beta_i kk_ij below the diagonal. Writes T as a panel of
-// fp16 at `out`, whose blocks above the diagonal are zero already. `barrier` is a named barrier of the 128 threads: it
-// is met three times, the last time after the panel is visible to bulk copies and tensor cores. `before_out` runs in
-// every thread before the first write to `out`.
-template <typename F>
-__device__ __forceinline__ void invert_lower(const float (&kk)[32], const float *beta, InverseScratch &scratch,
-                                             uint32_t out, int barrier, F before_out) {
-    Lane p = lane_of_warpgroup(opaque(threadIdx.x));
-    uint32_t a = shared_address(scratch.a);
-    float beta_upper = beta[p.row], beta_lower = beta[p.row + 8];
-    float(*diagonal)[12] = scratch.diagonal[p.warp];
-#pragma unroll
-    for (int s = 0; s < 4; ++s) {
-        if (s > p.warp) continue;
-        float y[8];
-        uint32_t f[4];
-#pragma unroll
-        for (int i = 0; i < 8; ++i) y[i] = (i & 2 ? beta_lower : beta_upper) * kk[8 * s + i];
-        pack_square(y, 1.0f, 1.0f, f);
-        stmatrix_x4(square_at(a, p.warp, s), f[0], f[1], f[2], f[3]);
-        if (s == p.warp) {
-            *reinterpret_cast<float2 *>(&diagonal[p.lane / 4][p.column]) = make_float2(y[0], y[1]);
-            *reinterpret_cast<float2 *>(&diagonal[p.lane / 4 + 8][p.column]) = make_float2(y[6], y[7]);
-        }
+// y += a b^T.
+__device__ __forceinline__ void multiply_transposed(float (&y)[8], const Square &a, const Square &b) {
+    mma<__half>(reinterpret_cast<float(&)[4]>(y[0]), a, b[0], b[2]);
+    mma<__half>(reinterpret_cast<float(&)[4]>(y[4]), a, b[1], b[3]);
+}
+
+// A warp's block (i, j) of kk goes to its place.
+__device__ __forceinline__ void put_inverse_input(InverseInput &input, int i, int j, const float (&y)[8]) {
+    int lane = threadIdx.x % 32, row = lane / 4, column = 2 * (lane % 4);
+    if (j == i) {
+        *reinterpret_cast<float2 *>(&input.diagonal[2 * i][8 * row + column]) = make_float2(y[0], y[1]);
+        *reinterpret_cast<float2 *>(&input.diagonal[2 * i + 1][8 * row + column]) = make_float2(y[6], y[7]);
+        input.corner[i][lane] = make_float2(y[4], y[5]);  // kk is symmetric
+    } else {
+        int at = lower_block(i - 1, j);
+        input.below[at][0][lane] = make_float4(y[0], y[1], y[2], y[3]);
+        input.below[at][1][lane] = make_float4(y[4], y[5], y[6], y[7]);
     }
-    __syncwarp();
+}
 
-    // Row i of T (I + A) = I: t_j = delta_ij - sum over m > j of t_m A_mj. Lanes 0-7 and 8-15 have a block each; the
-    // others do the same and write the zeros beside it.
-    int i = p.lane & 7, block = p.lane >> 3 & 1;
-    float t[8];
-#pragma unroll
-    for (int j = 0; j < 8; ++j) t[j] = j == i ? 1.0f : 0.0f;
-#pragma unroll
-    for (int m = 7; m > 0; --m) {
-        float row[8];
-#pragma unroll
-        for (int j = 0; j < m; j += 4) {
-            float4 four = *reinterpret_cast<const float4 *>(&diagonal[8 * block + m][j]);
-            row[j] = four.x, row[j + 1] = four.y, row[j + 2] = four.z, row[j + 3] = four.w;
-        }
-#pragma unroll
-        for (int j = 0; j < m; ++j) t[j] = fmaf(-t[m], row[j], t[j]);
-    }
-    bool beside = p.lane >= 16;
-    uint4 row = {pack<__half>(t[0], t[1]), pack<__half>(t[2], t[3]), pack<__half>(t[4], t[5]),
-                 pack<__half>(t[6], t[7])};
-    before_out();
-    st_shared(out + panel_offset(16 * p.warp + (p.lane & 15), 2 * p.warp + (block ^ beside)),
-              beside ? make_uint4(0, 0, 0, 0) : row);
-    __syncwarp();
+enum { kInverseScratch = 1024 + 512 + 16 };
 
-    // 8 -> 16: as below, of the blocks' lower left quarter alone.
-    {
-        uint32_t d[4], f[4], columns[4];
-        float ta[4] = {}, t21[4] = {};
-        ldmatrix_x4(square_at(out, p.warp, p.warp), d);
-        ldmatrix_x4_trans(square_at(out, p.warp, p.warp), columns);
-        ldmatrix_x4_trans(square_at(a, p.warp, p.warp), f);
-        mma_f16(ta, d, 0, f[1]);
-        uint32_t left[4] = {0, pack<__half>(-ta[2], -ta[3]), 0, 0};
-        mma_f16(t21, left, columns[0], 0);
-        st_shared(out + panel_offset(16 * p.warp + 8 + p.lane / 4, 2 * p.warp) + 2 * p.column,
-                  pack<__half>(t21[2], t21[3]));
-    }
-    named_barrier(barrier, 128);
-
-    // 16 -> 32: warps 1 and 3, the block left of their own.
-    if (p.warp & 1) {
-        uint32_t f[4];
-        float ta[8] = {}, t21[8] = {};
-        ldmatrix_x4(square_at(out, p.warp, p.warp), f);
-        multiply_square(ta, f, square_at(a, p.warp, p.warp - 1));
-        pack_square(ta, -1.0f, -1.0f, f);
-        multiply_square(t21, f, square_at(out, p.warp - 1, p.warp - 1));
-        pack_square(t21, 1.0f, 1.0f, f);
-        stmatrix_x4(square_at(out, p.warp, p.warp - 1), f[0], f[1], f[2], f[3]);
-    }
-    named_barrier(barrier, 128);
-
-    // 32 -> 64: warp 2 i + j makes block (i, j) of the lower left quarter.
-    {
-        int block_i = p.warp >> 1, block_j = p.warp & 1;
-        float t21[8] = {};
-        uint32_t f[4];
+// u[lower_block(i, j)] = U_ji. `scratch`: of shared memory, the warp's own.
+__device__ __forceinline__ void invert_lower(const InverseInput &input, const float *beta, uint32_t scratch,
+                                             Square (&u)[10]) {
+    int lane = threadIdx.x % 32, i = lane & 7;
 #pragma unroll
-        for (int d = 0; d < 2; ++d) {
-            if (d < block_j) continue;  // T11 is lower triangular
-            float ta[8] = {};
+    for (int half = 0; half < 2; ++half) {
+        // Row i of T (I + A) = I: t_j = delta_ij - sum over m > j of t_m A_mj. Eight lanes a block.
+        const float *a = input.diagonal[4 * half + lane / 8];
+        const float4 *b = reinterpret_cast<const float4 *>(beta + 32 * half + lane / 8 * 8);
+        float4 b0 = b[0], b1 = b[1];
+        float factor[8] = {b0.x, b0.y, b0.z, b0.w, b1.x, b1.y, b1.z, b1.w}, t[8];
 #pragma unroll
-            for (int c = 0; c < 2; ++c) {
-                if (c > block_i) continue;  // so is T22
-                ldmatrix_x4(square_at(out, 2 + block_i, 2 + c), f);
-                multiply_square(ta, f, square_at(a, 2 + c, d));
+        for (int j = 0; j < 8; ++j) t[j] = j == i ? 1.0f : 0.0f;
+#pragma unroll
+        for (int m = 7; m > 0; --m) {
+            float f = -factor[m] * t[m];
+#pragma unroll
+            for (int j = 0; j < m; j += 4) {
+                float4 four = *reinterpret_cast<const float4 *>(&a[8 * m + j]);
+                float row[4] = {four.x, four.y, four.z, four.w};
+#pragma unroll
+                for (int d = 0; d < 4 && j + d < m; ++d) t[j + d] = fmaf(f, row[d], t[j + d]);
             }
-            pack_square(ta, -1.0f, -1.0f, f);
-            multiply_square(t21, f, square_at(out, d, block_j));
         }
-        pack_square(t21, 1.0f, 1.0f, f);
-        stmatrix_x4(square_at(out, 2 + block_i, block_j), f[0], f[1], f[2], f[3]);
+        st_shared(scratch + 512 * half + 16 * lane, make_uint4(pack<__half>(t[0], t[1]), pack<__half>(t[2], t[3]),
+                                                               pack<__half>(t[4], t[5]), pack<__half>(t[6], t[7])));
     }
-    fence_async_shared();
-    named_barrier(barrier, 128);
+    __syncwarp();
+
+    // 8 -> 16: T21 = -(T22 A21) T11. The second of a pair of matrices is in T22's place.
+    uint32_t second[4], first_transposed[4], at = scratch + 256 * (lane / 8) + 16 * i, corners = scratch + 1024;
+    ldmatrix_x4(at + 128, second);
+    ldmatrix_x4_trans(at, first_transposed);
+#pragma unroll
+    for (int b = 0; b < 4; ++b) {
+        float2 kk = input.corner[b][lane];
+        float2 f = *reinterpret_cast<const float2 *>(&beta[16 * b + 8 + lane % 4 * 2]);
+        float y[4] = {}, z[4] = {};
+        mma_k8<__half>(y, second[b], 0, pack<__half>(-f.x * kk.x, -f.y * kk.y));
+        mma_k8<__half>(z, pack<__half>(y[0], y[1]), 0, first_transposed[b]);
+        st_shared(corners + 128 * b + 4 * lane, pack<__half>(z[0], z[1]));
+    }
+    if (lane == 0) st_shared(corners + 512, make_uint4(0, 0, 0, 0));
+    __syncwarp();
+    // Matrices T11, 0, T21, T22: the order of U_bb as left operand, and of T_bb as transposed right one.
+    uint32_t from = lane / 8 == 1   ? corners + 512
+                    : lane / 8 == 2 ? corners + 16 * i
+                                    : scratch + lane / 8 / 2 * 128 + 16 * i;
+    uint32_t step = lane / 8 == 1 ? 0 : lane / 8 == 2 ? 128 : 256;
+    Square t[4];
+#pragma unroll
+    for (int b = 0; b < 4; ++b) {
+        ldmatrix_x4_trans(from + b * step, u[lower_block(b, b)]);
+        if (b > 0) ldmatrix_x4(from + b * step, t[b]);
+    }
+#pragma unroll
+    for (int i = 1; i < 4; ++i) {
+        Square a[3];  // -A_ik
+        float upper = -beta[16 * i + lane / 4], lower = -beta[16 * i + 8 + lane / 4];
+#pragma unroll
+        for (int k = 0; k < i; ++k) {
+            float4 x = input.below[lower_block(i - 1, k)][0][lane], y = input.below[lower_block(i - 1, k)][1][lane];
+            float kk[8] = {x.x, x.y, x.z, x.w, y.x, y.y, y.z, y.w};
+            pack_square(kk, upper, lower, a[k]);
+        }
+#pragma unroll
+        for (int j = 0; j < i; ++j) {
+            float y[8] = {}, z[8] = {};
+            Square f;
+#pragma unroll
+            for (int k = j; k < i; ++k) multiply_transposed(y, u[lower_block(k, j)], a[k]);
+            pack_square(y, f);
+            mma<__half>(reinterpret_cast<float(&)[4]>(z[0]), f, t[i][0], t[i][1]);
+            mma<__half>(reinterpret_cast<float(&)[4]>(z[4]), f, t[i][2], t[i][3]);
+            pack_square(z, u[lower_block(i, j)]);
+        }
+    }
 }
 
 }  // namespace gdelta

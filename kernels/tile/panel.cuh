@@ -34,6 +34,12 @@ __device__ __forceinline__ uint64_t panel_mn_major(uint32_t shared, uint32_t nex
 }
 constexpr uint64_t kStepMN = 128;  // 16 rows
 
+// K-major without a swizzle: 16 columns of the tile after the other, in each the squares of 16 x 16 from top to bottom,
+// four 8 x 8 matrices each, of 128 bytes, rows first. This one is of 16 columns.
+__device__ __forceinline__ uint64_t squares_k_major(uint32_t shared) {
+    return 16ull << 32 | 8ull << 16 | (shared >> 4 & 0x3fff);
+}
+
 // ---- Fragments: a warp's 16 rows of D ----
 
 // A warp's place in a 64-row tile.

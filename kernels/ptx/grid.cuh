@@ -1,0 +1,17 @@
+// A kernel and the next one of the stream that may start before its end (PTX ISA, "Parallel Synchronization and
+// Communication Instructions: griddepcontrol"). Without that launch attribute both do nothing.
+#pragma once
+
+namespace gdelta {
+
+// The kernels before this one have ended and what they wrote is visible. The clobber: nothing is read earlier.
+__device__ __forceinline__ void grid_wait() {
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+}
+
+// As far as this block is concerned, the next kernel may start.
+__device__ __forceinline__ void grid_release() {
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
+
+}  // namespace gdelta
