@@ -278,11 +278,13 @@ static wide chunk_heads(const gdelta_shape *s, int64_t heads) {
     return chunks * heads;
 }
 
-static void use_chunks(const gdelta_shape *s, const gdelta_hopper_work *work) {
+static void use_chunks(const gdelta_shape *s, const gdelta_hopper_work *work, wide row_floats, wide z_bytes) {
     HOLD((s->dim_k == 64 || s->dim_k == 128) && (s->dim_v == 64 || s->dim_v == 128) && s->rows > 0);
     HOLD((work->malformed != NULL) == (s->packed != 0));
     if (work->malformed) use(work->malformed, 4);
-    use(work->rows, chunk_heads(s, s->heads_o) * kHopperRowFloats * 4);
+    use(work->rows, chunk_heads(s, s->heads_o) * row_floats * 4);
+    use(work->x, chunk_heads(s, s->heads_o) * 64 * s->dim_k * 2);
+    use(work->z, chunk_heads(s, s->heads_o) * z_bytes);
 }
 
 int gdelta_launch_hopper_forward(const gdelta_forward_call *call, const gdelta_hopper_work *work,
@@ -290,9 +292,7 @@ int gdelta_launch_hopper_forward(const gdelta_forward_call *call, const gdelta_h
     (void)stream;
     const gdelta_shape *s = &call->shape;
     hold_forward(call);
-    use_chunks(s, work);
-    use(work->x, chunk_heads(s, s->heads_o) * 64 * s->dim_k * 2);
-    use(work->z, chunk_heads(s, s->heads_o) * 8192);
+    use_chunks(s, work, 196, 5120);
     HOLD(work->choice.segments >= 1 && (work->choice.split_v == 1 || work->choice.split_v == 2));
     HOLD((wide)s->sequences * s->heads_o * work->choice.segments * work->choice.split_v <= INT32_MAX);
     wide summaries = (wide)s->sequences * s->heads_o * (work->choice.segments - 1);
@@ -307,9 +307,9 @@ int gdelta_launch_hopper_backward(const gdelta_backward_call *call, const gdelta
     (void)stream, (void)maps;
     const gdelta_shape *s = &call->shape;
     hold_backward(call);
-    use_chunks(s, &work->chunk);
+    use_chunks(s, &work->chunk, 324, 8192);
     wide heads = chunk_heads(s, s->heads_o);
-    use(work->chunk.t, heads * 8192);
+    use(work->chunk.r, heads * 8192);
     use(work->chunk.p, chunk_heads(s, s->heads_q) * 8192);
     use(work->chunk.l, chunk_heads(s, s->heads_q) * 8192);
     use(work->s, heads * s->dim_k * s->dim_v * 2);
