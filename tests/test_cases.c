@@ -68,22 +68,14 @@ ENGINE_TEST(cases, b1_decode_after_little, 2) {
     c.out_dtype = engine->exact_state;
     if (part) c.absent = ROLE(kInitial);
     NEEDS(&c, STEP);
-    instance whole = make_instance(&c);
-    c.lengths[0] -= 1;
-    instance prefill = make_instance(&c);
-    c.absent = 0;
-    c.first_token = c.lengths[0];
-    c.lengths[0] = 1;
-    instance decode = make_instance(&c);
-    RUN(&whole, FORWARD);
-    RUN(&prefill, FORWARD);
-    instance_copy(&decode, kInitial, &prefill, kFinal);
-    RUN(&decode, STEP);
-    cr_expect(compare_slice_bits((slice){&decode, kO, 0, 0, 1}, (slice){&whole, kO, 0, part, 1}));
-    cr_expect(compare_bits(&decode, &whole, ROLE(kFinal)));
-    instance_destroy(&whole);
-    instance_destroy(&prefill);
-    instance_destroy(&decode);
+    cut_text text = make_cut_text(c, 0);
+    RUN(&text.whole, FORWARD);
+    RUN(&text.prefill, FORWARD);
+    instance_copy(&text.decode, kInitial, &text.prefill, kFinal);
+    RUN(&text.decode, STEP);
+    cr_expect(compare_slice_bits((slice){&text.decode, kO, 0, 0, 1}, (slice){&text.whole, kO, 0, part, 1}));
+    cr_expect(compare_bits(&text.decode, &text.whole, ROLE(kFinal)));
+    destroy_cut_text(&text);
 }
 
 /* Partial last chunks of sixteen heads, dense and packed. That no pad is written, instance_run looks at. */

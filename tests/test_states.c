@@ -498,26 +498,17 @@ ENGINE_TEST(states, prefill_then_decode, 1) {
         bool exact = decoder == engine;
         if (!exact) c.out_dtype = GDELTA_DTYPE_FP32;
         if (!RUNS(&c, FORWARD)) continue;
-        instance whole = make_instance(&c);
-        c.lengths[0] -= 1;
-        c.absent = ROLE(kO); /* a prefill that only wants the state */
-        instance prefill = make_instance(&c);
-        c.absent = 0;
-        c.first_token = c.lengths[0];
-        c.lengths[0] = 1;
-        instance decode = make_instance(&c);
-        RUN(&whole, FORWARD);
-        RUN(&prefill, FORWARD);
-        instance_copy(&decode, kInitial, &prefill, kFinal);
-        cr_assert(instance_run(&decode, decoder, GDELTA_OPERATION_STEP));
-        int tokens = (int)c.first_token + 1;
-        cr_expect(same_rows(&decode, &whole, kO, c.first_token, exact, engine), "T = %d", tokens);
-        cr_expect(exact ? compare_bits(&decode, &whole, ROLE(kFinal))
-                        : compare_instances(&decode, &whole, ROLE(kFinal), engine),
+        cut_text text = make_cut_text(c, ROLE(kO)); /* a prefill that only wants the state */
+        RUN(&text.whole, FORWARD);
+        RUN(&text.prefill, FORWARD);
+        instance_copy(&text.decode, kInitial, &text.prefill, kFinal);
+        cr_assert(instance_run(&text.decode, decoder, GDELTA_OPERATION_STEP));
+        int tokens = (int)lengths[i / 2];
+        cr_expect(same_rows(&text.decode, &text.whole, kO, tokens - 1, exact, engine), "T = %d", tokens);
+        cr_expect(exact ? compare_bits(&text.decode, &text.whole, ROLE(kFinal))
+                        : compare_instances(&text.decode, &text.whole, ROLE(kFinal), engine),
                   "T = %d", tokens);
-        instance_destroy(&whole);
-        instance_destroy(&prefill);
-        instance_destroy(&decode);
+        destroy_cut_text(&text);
     }
 }
 

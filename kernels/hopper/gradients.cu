@@ -404,6 +404,47 @@ struct Gradients {
         }
         wgmma_commit();
     }
+    // What a head adds for pairs of tokens j <= i, or j < i: x = exp(G_i - G_j) factor_i beta_j e_ij to `a`; and, but
+    // for the diagonal, x times the pair's product at `tile` to `row`, and its sums along the lane's rows as `columns`.
+    template <bool Strictly>
+    static __device__ __forceinline__ void add_pairs(const float (&e)[32], uint32_t tile, const float *table,
+                                                     RowPair factor, float (&a)[32], float (&columns)[16],
+                                                     RowPair &row) {
+        const Lane p = lane_anew();
+        float log_upper = table[kRowLog + p.row], log_lower = table[kRowLog + p.row + 8];
+        uint32_t strictly = off_diagonal(p);
+#pragma unroll
+        for (int b = 0; b < 4; ++b) {
+            uint32_t f[4];
+            ldmatrix_x4(block_at(tile, p, b), f);
+            if (!Strictly) {  // else the tile has zeros there
+                uint32_t kept = b == p.warp ? strictly : ~0u;
+                f[0] &= kept, f[3] &= kept;
+            }
+#pragma unroll
+            for (int right = 0; right < 2; ++right) {
+                int column = 16 * b + 8 * right + p.column;
+                float2 log = *reinterpret_cast<const float2 *>(&table[kRowLog + column]);
+                float2 beta = beta_pair<T>(table, column);
+                float2 at_upper = unpack<__half>(f[2 * right]), at_lower = unpack<__half>(f[2 * right + 1]);
+                float parts[2] = {0.0f, 0.0f};
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    bool is_lower = i & 2, odd = i & 1;
+                    int above = column + odd - p.row - 8 * is_lower;  // the diagonal
+                    float x = exp2_fast((is_lower ? log_lower : log_upper) - (odd ? log.y : log.x)) *
+                              ((is_lower ? factor.lower : factor.upper) * (odd ? beta.y : beta.x)) *
+                              e[8 * b + 4 * right + i];
+                    x = above < 0 || (!Strictly && above == 0) ? x : 0.0f;
+                    a[8 * b + 4 * right + i] += x;
+                    x *= is_lower ? (odd ? at_lower.y : at_lower.x) : (odd ? at_upper.y : at_upper.x);
+                    parts[odd] += x;
+                    (is_lower ? row.lower : row.upper) += x;
+                }
+                columns[4 * b + 2 * right] = parts[0], columns[4 * b + 2 * right + 1] = parts[1];
+            }
+        }
+    }
     // A lane's a times row factors, or column factors in the row table, as operand of T.
     static __device__ __forceinline__ void pack_rows(const float (&a)[32], RowPair factor, uint32_t (&f)[16]) {
 #pragma unroll
@@ -420,12 +461,6 @@ struct Gradients {
             x.x *= scale, x.y *= scale;
             f[2 * j] = pack<T>(x.x * a[4 * j], x.y * a[4 * j + 1]);
             f[2 * j + 1] = pack<T>(x.x * a[4 * j + 2], x.y * a[4 * j + 3]);
-        }
-    }
-    static __device__ __forceinline__ void store_square(uint32_t tile, Lane p, const uint32_t (&f)[16]) {
-#pragma unroll
-        for (int s = 0; s < 4; ++s) {
-            stmatrix_x4(block_at(tile, p, s), f[4 * s], f[4 * s + 1], f[4 * s + 2], f[4 * s + 3]);
         }
     }
 
@@ -559,45 +594,17 @@ __device__ __forceinline__ void Gradients<T, PanelsK, PanelsV>::queries() const 
                 }
             }
 
-            float row_upper = 0.0f, row_lower = 0.0f;
+            RowPair row = {0.0f, 0.0f};
             {
                 wait(shared.w_full[slot], parity);
                 float e1[32], columns[16];
                 multiply_rows(e1, tile_o, tile_w);
                 wait(shared.r_full[slot], parity);
                 wait(shared.p_full[0], turn_q(i, j) & 1);
-                float log_upper = table[kRowLog + p.row], log_lower = table[kRowLog + p.row + 8];
-                uint32_t strictly = off_diagonal(p);
                 wgmma_wait<0>();
                 wgmma_hold(e1);
                 release(shared.w_empty[slot]);
-#pragma unroll
-                for (int b = 0; b < 4; ++b) {
-                    uint32_t f[4];
-                    ldmatrix_x4(block_at(shared_address(shared.p), p, b), f);
-                    uint32_t kept = b == p.warp ? strictly : ~0u;
-                    f[0] &= kept, f[3] &= kept;
-#pragma unroll
-                    for (int right = 0; right < 2; ++right) {
-                        int column = 16 * b + 8 * right + p.column;
-                        float2 log = *reinterpret_cast<const float2 *>(&table[kRowLog + column]);
-                        float2 beta = beta_pair<T>(table, column);
-                        float2 at_upper = unpack<__half>(f[2 * right]), at_lower = unpack<__half>(f[2 * right + 1]);
-                        float parts[2] = {0.0f, 0.0f};
-#pragma unroll
-                        for (int e = 0; e < 4; ++e) {
-                            bool is_lower = e & 2, odd = e & 1;
-                            float x = exp2_fast((is_lower ? log_lower : log_upper) - (odd ? log.y : log.x)) *
-                                      (odd ? beta.y : beta.x) * kUp * e1[8 * b + 4 * right + e];
-                            x = column + odd <= p.row + 8 * is_lower ? x : 0.0f;
-                            a[8 * b + 4 * right + e] += x;
-                            x *= is_lower ? (odd ? at_lower.y : at_lower.x) : (odd ? at_upper.y : at_upper.x);
-                            parts[odd] += x;
-                            (is_lower ? row_lower : row_upper) += x;
-                        }
-                        columns[4 * b + 2 * right] = parts[0], columns[4 * b + 2 * right + 1] = parts[1];
-                    }
-                }
+                add_pairs<false>(e1, shared_address(shared.p), table, {kUp, kUp}, a, columns, row);
                 int of = sum_columns(columns);
                 wait(shared.sums_empty[slot], parity ^ 1);
                 *reinterpret_cast<float2 *>(&sums.column_q[p.warp][8 * of + p.column]) =
@@ -637,12 +644,12 @@ __device__ __forceinline__ void Gradients<T, PanelsK, PanelsV>::queries() const 
                     }
                     add_product<T>(tile_q + panel * kPanelBytes, d[panel], {upper, lower}, dq + 32 * panel, dots);
                 }
-                row_upper = fmaf(table[kRowOutput + p.row], sum_row(dots.upper), sum_row(row_upper));
-                row_lower = fmaf(table[kRowOutput + p.row + 8], sum_row(dots.lower), sum_row(row_lower));
+                row.upper = fmaf(table[kRowOutput + p.row], sum_row(dots.upper), sum_row(row.upper));
+                row.lower = fmaf(table[kRowOutput + p.row + 8], sum_row(dots.lower), sum_row(row.lower));
             }
             if (p.lane % 4 == 0) {
-                sums.row_q[p.row] = row_upper;
-                sums.row_q[p.row + 8] = row_lower;
+                sums.row_q[p.row] = row.upper;
+                sums.row_q[p.row + 8] = row.lower;
             }
             release(shared.sums_full[slot]);
 
@@ -655,7 +662,7 @@ __device__ __forceinline__ void Gradients<T, PanelsK, PanelsV>::queries() const 
             uint32_t f[16];
             pack_rows(a, {scale * norm.upper, scale * norm.lower}, f);
             wait(shared.a_empty[0], turn_q(i, j) & 1 ^ 1);
-            store_square(shared_address(shared.a), p, f);
+            put_blocks(shared_address(shared.a), p, f);
             publish(shared.a_full[0]);
             pack_columns(a, p, scale, table + kRowNorm, f);
             release(shared.r_empty[slot]);
@@ -714,42 +721,18 @@ __device__ __forceinline__ void Gradients<T, PanelsK, PanelsV>::keys() const {
                 multiply_rows(e2, tile_y, tile_w);
                 wait(shared.r_full[slot], parity);
                 wait(shared.l_full[0], j & 1);
-                float log_upper = table[kRowLog + p.row], log_lower = table[kRowLog + p.row + 8];
-                float beta_upper = -kUp * beta_at<T>(table, p.row), beta_lower = -kUp * beta_at<T>(table, p.row + 8);
+                RowPair factor = {-kUp * beta_at<T>(table, p.row), -kUp * beta_at<T>(table, p.row + 8)};
                 wgmma_wait<0>();
                 wgmma_hold(e2);
                 RowPair diagonal = {0.0f, 0.0f};
 #pragma unroll
                 for (int b = 0; b < 4; ++b) {
-                    uint32_t f[4];
-                    ldmatrix_x4(block_at(shared_address(shared.l), p, b), f);
-                    if (b == p.warp) {
-                        bool odd = p.lane / 4 & 1;
-                        diagonal.upper = odd ? e2[8 * b + 1] : e2[8 * b];
-                        diagonal.lower = odd ? e2[8 * b + 7] : e2[8 * b + 6];
-                    }
-#pragma unroll
-                    for (int right = 0; right < 2; ++right) {
-                        int column = 16 * b + 8 * right + p.column;
-                        float2 log = *reinterpret_cast<const float2 *>(&table[kRowLog + column]);
-                        float2 beta = beta_pair<T>(table, column);
-                        float2 at_upper = unpack<__half>(f[2 * right]), at_lower = unpack<__half>(f[2 * right + 1]);
-                        float parts[2] = {0.0f, 0.0f};
-#pragma unroll
-                        for (int e = 0; e < 4; ++e) {
-                            bool is_lower = e & 2, odd = e & 1;
-                            float x = exp2_fast((is_lower ? log_lower : log_upper) - (odd ? log.y : log.x)) *
-                                      ((is_lower ? beta_lower : beta_upper) * (odd ? beta.y : beta.x)) *
-                                      e2[8 * b + 4 * right + e];
-                            x = column + odd < p.row + 8 * is_lower ? x : 0.0f;
-                            a[8 * b + 4 * right + e] += x;
-                            x *= is_lower ? (odd ? at_lower.y : at_lower.x) : (odd ? at_upper.y : at_upper.x);
-                            parts[odd] += x;
-                            (is_lower ? row.lower : row.upper) += x;
-                        }
-                        columns[4 * b + 2 * right] = parts[0], columns[4 * b + 2 * right + 1] = parts[1];
-                    }
+                    if (b != p.warp) continue;
+                    bool odd = p.lane / 4 & 1;
+                    diagonal.upper = odd ? e2[8 * b + 1] : e2[8 * b];
+                    diagonal.lower = odd ? e2[8 * b + 7] : e2[8 * b + 6];
                 }
+                add_pairs<true>(e2, shared_address(shared.l), table, factor, a, columns, row);
                 int of = sum_columns(columns);
                 wait(shared.sums_empty[slot], parity ^ 1);
                 *reinterpret_cast<float2 *>(&sums.column_k[p.warp][8 * of + p.column]) =
@@ -858,7 +841,7 @@ __device__ __forceinline__ void Gradients<T, PanelsK, PanelsV>::keys() const {
             pack_columns(a, p, 1.0f, table + kRowNorm, f);
             release(shared.r_empty[slot]);
             named_barrier(kBarrierKeys, 128);  // all warps have read A1
-            store_square(tile_a, p, f_rows);
+            put_blocks(tile_a, p, f_rows);
             fence_async_shared();
             named_barrier(kBarrierKeys, 128);
             wgmma_hold(dk);

@@ -463,7 +463,7 @@ __global__ void __launch_bounds__(128, Backward ? 3 : 4)
         }
         Square u[10];
         uint32_t scratch = out.next();
-        if (threadIdx.x % 32 == 0) bulk_wait_read<0>();
+        if (threadIdx.x % 32 == 0) bulk_wait_read<0>();  // scratch is not sent: the next strip is the last one that was
         __syncwarp();
         invert_lower(shared.kk, shared.beta[i], scratch, u);
         if constexpr (Backward) {

@@ -123,8 +123,6 @@ struct Scan {
         bulk_load(shared_address(to), from, bytes, shared_address(&barrier));
     }
 
-    template <typename F>
-    __device__ __forceinline__ void feed(uint64_t (&full)[2], uint64_t (&empty)[2], uint32_t bytes, F bring) const;
     __device__ __forceinline__ void loader() const;
     __device__ __forceinline__ void output(int turn) const;
     __device__ __forceinline__ void chain(int half) const;
@@ -134,27 +132,13 @@ struct Scan {
     __device__ __forceinline__ void store_rows(const float (&o)[32 * Halves], int c) const;
 };
 
-// ---- Loader ----
-
-// A thread a ring. `bytes` and `bring(slot, barrier, chunk)` say what comes.
-template <typename T, int PanelsK, int Halves, bool Summary>
-template <typename F>
-__device__ __forceinline__ void Scan<T, PanelsK, Halves, Summary>::feed(uint64_t (&full)[2], uint64_t (&empty)[2],
-                                                                        uint32_t bytes, F bring) const {
-#pragma unroll 1
-    for (int c = 0; c < chunks; ++c) {
-        int slot = ring_slot<2>(c);
-        wait(empty[slot], ring_parity<2>(c) ^ 1);
-        mbarrier_arrive_expect(shared_address(&full[slot]), bytes);
-        bring(slot, full[slot], c);
-    }
-}
+// ---- Loader: a thread a ring ----
 
 template <typename T, int PanelsK, int Halves, bool Summary>
 __device__ __forceinline__ void Scan<T, PanelsK, Halves, Summary>::loader() const {
     if (threadIdx.x == 0) {
         uint32_t bytes = sizeof shared.keys[0].k + sizeof shared.rows[0] + (has_value ? sizeof shared.keys[0].v : 0);
-        feed(shared.k_full, shared.k_empty, bytes, [&](int slot, uint64_t &barrier, int c) {
+        feed(chunks, shared.k_full, shared.k_empty, bytes, [&](int slot, uint64_t &barrier, int c) {
             ScanKeys<PanelsK, Halves> &keys = shared.keys[slot];
             load_panels(maps.k, keys.k, barrier, c, shared.head_k, 0, PanelsK);
             if (has_value) load_panels(maps.v, keys.v, barrier, c, shared.head_v, shared.first_panel, Halves);
@@ -162,7 +146,7 @@ __device__ __forceinline__ void Scan<T, PanelsK, Halves, Summary>::loader() cons
                  barrier);
         });
     } else if (threadIdx.x == 32) {
-        feed(shared.x_full, shared.x_empty, sizeof shared.x[0], [&](int slot, uint64_t &barrier, int c) {
+        feed(chunks, shared.x_full, shared.x_empty, sizeof shared.x[0], [&](int slot, uint64_t &barrier, int c) {
             const char *from = static_cast<const char *>(work.x) + chunk_head(c) * sizeof shared.x[0];
             load(shared.x[slot], from, sizeof shared.x[0], barrier);
         });
@@ -171,13 +155,13 @@ __device__ __forceinline__ void Scan<T, PanelsK, Halves, Summary>::loader() cons
         Output &out = shared.output;
         if (threadIdx.x == 64) {
             uint32_t bytes = sizeof out.q[0] + sizeof out.factor[0];
-            feed(out.q_full, out.q_empty, bytes, [&](int slot, uint64_t &barrier, int c) {
+            feed(chunks, out.q_full, out.q_empty, bytes, [&](int slot, uint64_t &barrier, int c) {
                 load_panels(maps.q, out.q[slot], barrier, c, shared.head_q, 0, PanelsK);
                 load(out.factor[slot], work.rows + chunk_head(c) * kHopperForwardRowFloats + kRowOutput,
                      sizeof out.factor[0], barrier);
             });
         } else if (threadIdx.x == 96) {
-            feed(out.z_full, out.z_empty, kHopperLowerBytes, [&](int slot, uint64_t &barrier, int c) {
+            feed(chunks, out.z_full, out.z_empty, kHopperLowerBytes, [&](int slot, uint64_t &barrier, int c) {
                 const char *from = static_cast<const char *>(work.z) + chunk_head(c) * kHopperLowerBytes;
 #pragma unroll
                 for (int j = 0; j < 4; ++j) {

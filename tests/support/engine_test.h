@@ -43,4 +43,29 @@ static inline instance make_instance(const test_case *c) {
     return x;
 }
 
+/* A text, the text without its last token and `absent`, and that token, whose initial state is the prefill's final one
+ * once the caller has copied it. Of the case's first sequence. */
+typedef struct cut_text {
+    instance whole, prefill, decode;
+} cut_text;
+
+static inline cut_text make_cut_text(test_case c, role_set absent) {
+    cut_text text;
+    instance_create(&text.whole, &c);
+    c.lengths[0] -= 1;
+    c.absent |= absent;
+    instance_create(&text.prefill, &c);
+    c.absent = 0;
+    c.first_token = c.lengths[0];
+    c.lengths[0] = 1;
+    instance_create(&text.decode, &c);
+    return text;
+}
+
+static inline void destroy_cut_text(cut_text *text) {
+    instance_destroy(&text->whole);
+    instance_destroy(&text->prefill);
+    instance_destroy(&text->decode);
+}
+
 #endif /* GDELTA_TESTS_ENGINE_TEST_H */
