@@ -81,9 +81,9 @@ enum {
     /* The longest sequence for which AUTO prefers the recurrent engine. One chunk, to be measured. */
     kHopperMinTokens = 64,
 
-    /* Three numbers a token, and one a chunk padded to 16 bytes; two more a token for backward. */
-    kHopperForwardRowFloats = 3 * kChunk + 4,
-    kHopperRowFloats = kHopperForwardRowFloats + 2 * kChunk,
+    /* Two numbers a token, and one a chunk padded to 16 bytes; in backward five. */
+    kHopperForwardRowFloats = 2 * kChunk + 4,
+    kHopperRowFloats = 5 * kChunk + 4,
     kHopperTileBytes = kChunk * kChunk * 2,
     kHopperSquareBytes = 16 * 16 * 2,
     kHopperLowerBytes = 10 * kHopperSquareBytes, /* a lower triangular tile in squares, those above left out */

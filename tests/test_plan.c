@@ -95,7 +95,7 @@ static size_t hopper_bytes(const gdelta_problem *p, size_t heads) {
     if (segments > 32) segments = 32;
     if (segments < 1 || (p->flags & GDELTA_FLAG_BATCH_INVARIANT)) segments = 1;
     size_t summaries = jobs * (segments - 1) < most ? jobs * (segments - 1) : most;
-    return row_bytes(p, heads, 196) + padded(chunk_heads * 64 * k * 2) + padded(chunk_heads * 5120) +
+    return row_bytes(p, heads, 132) + padded(chunk_heads * 64 * k * 2) + padded(chunk_heads * 5120) +
            padded(summaries * k * k * 4) + padded(summaries * k * v * 4);
 }
 

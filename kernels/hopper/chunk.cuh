@@ -18,8 +18,16 @@ struct Range<__half> {
     static constexpr float kDown = 1.0f / 16, kUp = 16.0f, kLogUp = 4.0f;
 };
 
-// The row table of one chunk and output head, kHopperRowFloats floats; forward's ends before kRowNorm. r are norm
-// factors, e = exp(G), G the sum of log gates from the chunk's first token on.
+// The row table of one chunk and output head, in forward. r are norm factors, e = exp(G), G the sum of log gates from
+// the chunk's first token on. X and Z have beta in them.
+enum ForwardTable {
+    kForwardKey = 0,      // e r_k. 64 floats
+    kForwardDecay = 64,   // one float: exp(G_last)
+    kForwardOutput = 68,  // scale e r_q
+    kForwardFloats = 132
+};
+
+// In backward, kHopperRowFloats floats.
 enum RowTable {
     kRowGates = 0,     // for each pair of tokens: beta, beta, beta e r_k, beta e r_k. 128 floats
     kRowDecay = 128,   // one float: exp(G_last)
@@ -28,7 +36,7 @@ enum RowTable {
     kRowLog = 260      // log2 e
 };
 
-static_assert(static_cast<int>(kRowNorm) == kHopperForwardRowFloats, "");
+static_assert(static_cast<int>(kForwardFloats) == kHopperForwardRowFloats, "");
 
 // Z in memory: its squares of 16 x 16 on and below the diagonal, column by column; as the tensor cores read them,
 // squares_k_major of tile/panel.cuh.

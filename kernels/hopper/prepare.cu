@@ -1,8 +1,8 @@
 // Hopper, first kernel: what the chunks need before any state is known. A = strictly_lower(beta_i k_i.k_j) and
 // p = scale lower(q_i.k_j), q and k normalised; t = (I + A)^-1; G the sum of log gates from the chunk's first token on.
 //
-//   X_j = exp(G_last - G_j) (t^T k)_j                         [64, K]
-//   Z_ij = exp(G_i - G_j) (p t)_ij, j <= i                    [64, 64]; forward: in squares (chunk.cuh)
+//   X_j = exp(G_last - G_j) (t^T k)_j                         [64, K]; forward: times beta_j
+//   Z_ij = exp(G_i - G_j) (p t)_ij, j <= i                    [64, 64]; forward: times beta_j, in squares (chunk.cuh)
 //   row table (chunk.cuh): beta, exp of G, norm factors
 //   and for backward, with l = strictly_lower(k_i.k_j):
 //   R_ij = 1, i = j;  -exp(G_i - G_j) (l t)_ij beta_j, j < i  [64, 64]
@@ -114,14 +114,20 @@ __device__ __forceinline__ void make_rows(const gdelta_shape &shape, const float
     float2 rk = reinterpret_cast<const float2 *>(norm_k)[lane], rq = reinterpret_cast<const float2 *>(norm_q)[lane];
     float2 e = {exp2_fast(log.x), exp2_fast(log.y)};
     float scale = static_cast<float>(shape.scale) * Range<T>::kUp;
-    reinterpret_cast<float4 *>(rows + kRowGates)[lane] =
-        make_float4(Range<T>::kDown * b.x, Range<T>::kDown * b.y, b.x * e.x * rk.x, b.y * e.y * rk.y);
-    reinterpret_cast<float2 *>(rows + kRowOutput)[lane] = make_float2(scale * e.x * rq.x, scale * e.y * rq.y);
-    if (Backward) {
+    float2 key = {e.x * rk.x, e.y * rk.y}, output = {scale * e.x * rq.x, scale * e.y * rq.y};
+    float4 decay = {e.y, 0.0f, 0.0f, 0.0f};  // of lane 31
+    if constexpr (Backward) {
+        reinterpret_cast<float4 *>(rows + kRowGates)[lane] =
+            make_float4(Range<T>::kDown * b.x, Range<T>::kDown * b.y, b.x * key.x, b.y * key.y);
+        reinterpret_cast<float2 *>(rows + kRowOutput)[lane] = output;
         reinterpret_cast<float2 *>(rows + kRowNorm)[lane] = rk;
         reinterpret_cast<float2 *>(rows + kRowLog)[lane] = log;
+        if (lane == 31) *reinterpret_cast<float4 *>(rows + kRowDecay) = decay;
+    } else {
+        reinterpret_cast<float2 *>(rows + kForwardKey)[lane] = key;
+        reinterpret_cast<float2 *>(rows + kForwardOutput)[lane] = output;
+        if (lane == 31) *reinterpret_cast<float4 *>(rows + kForwardDecay) = decay;
     }
-    if (lane == 31) reinterpret_cast<float4 *>(rows + kRowDecay)[0] = make_float4(e.y, 0.0f, 0.0f, 0.0f);
 }
 
 // Half the threads a panel, or half a panel: the tile times the rows' factors, as fp16 in its place.
@@ -177,17 +183,18 @@ __device__ __forceinline__ void put_block_trans(uint32_t strip, int s, const Squ
 }
 
 // Rows of X: strips `rows` of each panel. u = t^T, K normalised in shared memory.
-template <typename T, int PanelsK>
-__device__ __forceinline__ void make_x(const Square (&u)[10], const float *log_g, uint32_t tile_k, unsigned rows,
-                                       Outbox &out, unsigned char *to) {
+template <typename T, int PanelsK, bool Backward>
+__device__ __forceinline__ void make_x(const Square (&u)[10], const float *log_g, const float *beta, uint32_t tile_k,
+                                       unsigned rows, Outbox &out, unsigned char *to) {
     int lane = threadIdx.x % 32;
     uint32_t block_k = tile_k + panel_offset(lane & 15, lane >> 4);
     float last = log_g[kChunk - 1] + Range<T>::kLogUp;
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
         if (!(rows >> j & 1)) continue;
-        float upper = exp2_fast(last - log_g[16 * j + lane / 4]),
-              lower = exp2_fast(last - log_g[16 * j + 8 + lane / 4]);
+        int row = 16 * j + lane / 4;
+        float upper = exp2_fast(last - log_g[row]), lower = exp2_fast(last - log_g[row + 8]);
+        if (!Backward) upper *= beta[row], lower *= beta[row + 8];
 #pragma unroll 1
         for (int panel = 0; panel < PanelsK; ++panel) {
             float x[4][8] = {};
@@ -220,8 +227,8 @@ __device__ __forceinline__ void make_x(const Square (&u)[10], const float *log_g
 // Below the diagonal's squares exp(G_i - G_j) = exp(G_i - G_m) exp(G_m - G_j), m the last token of j's square: neither
 // exceeds 1, and where one underflows so would the product.
 template <typename T>
-__device__ __forceinline__ void make_z(const Square (&u)[10], const float *log_g, const uint4 (*p)[32],
-                                       unsigned columns, Outbox &out, unsigned char *to) {
+__device__ __forceinline__ void make_z(const Square (&u)[10], const float *log_g, const float *beta,
+                                       const uint4 (*p)[32], unsigned columns, Outbox &out, unsigned char *to) {
     int lane = threadIdx.x % 32, row = lane / 4, column = 2 * (lane % 4);
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
@@ -238,7 +245,9 @@ __device__ __forceinline__ void make_z(const Square (&u)[10], const float *log_g
         }
         float middle = log_g[16 * j + 15];
         float upper = log_g[16 * j + row] - Range<T>::kLogUp, lower = log_g[16 * j + 8 + row] - Range<T>::kLogUp;
-        float right_upper = exp2_fast(middle - upper), right_lower = exp2_fast(middle - lower);
+        float beta_upper = beta[16 * j + row], beta_lower = beta[16 * j + 8 + row];
+        float right_upper = beta_upper * exp2_fast(middle - upper),
+              right_lower = beta_lower * exp2_fast(middle - lower);
         uint32_t strip = out.next();
 #pragma unroll
         for (int i = j; i < 4; ++i) {
@@ -259,9 +268,9 @@ __device__ __forceinline__ void make_z(const Square (&u)[10], const float *log_g
 #pragma unroll
                 for (int d = 0; d < 4; ++d) {
                     if (d == 1) continue;  // above the diagonal
-                    float log = d % 2 ? lower : upper;
-                    float a = exp2_fast(from[d / 2 * 2] - log) * z[i][2 * d];
-                    float b = exp2_fast(from[d / 2 * 2 + 1] - log) * z[i][2 * d + 1];
+                    float log = d % 2 ? lower : upper, right = d % 2 ? beta_lower : beta_upper;
+                    float a = exp2_fast(from[d / 2 * 2] - log) * right * z[i][2 * d];
+                    float b = exp2_fast(from[d / 2 * 2 + 1] - log) * right * z[i][2 * d + 1];
                     f[d] = pack<T>(d == 2 || column >= row ? a : 0.0f, d == 2 || column + 1 >= row ? b : 0.0f);
                 }
             }
@@ -473,10 +482,11 @@ __global__ void __launch_bounds__(128, Backward ? 3 : 4)
             make_tile<T, false>(u, shared.log[i], shared.beta[i], shared.p, rows, out,
                                 static_cast<unsigned char *>(work.z) + to);
         } else {
-            make_z<T>(u, shared.log[i], shared.p, team == 4 ? 8 >> member : rows, out,
+            make_z<T>(u, shared.log[i], shared.beta[i], shared.p, team == 4 ? 8 >> member : rows, out,
                       static_cast<unsigned char *>(work.z) + at * kHopperLowerBytes);
         }
-        make_x<T, PanelsK>(u, shared.log[i], tile_k, rows, out, static_cast<unsigned char *>(work.x) + at * kTile);
+        make_x<T, PanelsK, Backward>(u, shared.log[i], shared.beta[i], tile_k, rows, out,
+                                     static_cast<unsigned char *>(work.x) + at * kTile);
     }
     if (threadIdx.x % 32 == 0) bulk_wait<0>();
 }

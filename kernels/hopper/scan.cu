@@ -1,6 +1,6 @@
 // Hopper forward, second kernel: along the chunks of a sequence, from what prepare left.
 //
-//   W = beta (V - e r_k (K S))                         [64, V]
+//   W = V - e r_k (K S)                                [64, V]
 //   S' = exp(G_last) S + X^T W,   O = scale e r_q (Q S) + Z W
 //
 // S to S' is two dependent products, K S and X^T W; all else is done by others beside that chain.
@@ -66,7 +66,7 @@ struct __align__(1024) ScanShared {
     ScanKeys<PanelsK, Halves> keys[2];
     unsigned char x[2][PanelsK * kPanelBytes];
     OutputShared<PanelsK, Halves, Summary> output;
-    __align__(16) float rows[2][kRowOutput];
+    __align__(16) float rows[2][kForwardOutput];
     uint64_t k_full[2], k_empty[2], x_full[2], x_empty[2];
     Sequence sequence;
     int head, head_q, head_k, head_v, segment;
@@ -126,8 +126,8 @@ struct Scan {
     __device__ __forceinline__ void loader() const;
     __device__ __forceinline__ void output(int turn) const;
     __device__ __forceinline__ void chain(int half) const;
-    __device__ __forceinline__ void load_state(float (&s)[32 * PanelsK], int column) const;
-    __device__ __forceinline__ void store_state(const float (&s)[32 * PanelsK], int column) const;
+    __device__ __forceinline__ void load_state(float (&s)[PanelsK][32], int column) const;
+    __device__ __forceinline__ void store_state(const float (&s)[PanelsK][32], int column) const;
     __device__ __forceinline__ float *summary(bool of_value, int segment) const;
     __device__ __forceinline__ void store_rows(const float (&o)[32 * Halves], int c) const;
 };
@@ -157,7 +157,7 @@ __device__ __forceinline__ void Scan<T, PanelsK, Halves, Summary>::loader() cons
             uint32_t bytes = sizeof out.q[0] + sizeof out.factor[0];
             feed(chunks, out.q_full, out.q_empty, bytes, [&](int slot, uint64_t &barrier, int c) {
                 load_panels(maps.q, out.q[slot], barrier, c, shared.head_q, 0, PanelsK);
-                load(out.factor[slot], work.rows + chunk_head(c) * kHopperForwardRowFloats + kRowOutput,
+                load(out.factor[slot], work.rows + chunk_head(c) * kHopperForwardRowFloats + kForwardOutput,
                      sizeof out.factor[0], barrier);
             });
         } else if (threadIdx.x == 96) {
@@ -302,7 +302,7 @@ __device__ __forceinline__ float *Scan<T, PanelsK, Halves, Summary>::summary(boo
 
 // Where the block's columns of S start.
 template <typename T, int PanelsK, int Halves, bool Summary>
-__device__ __forceinline__ void Scan<T, PanelsK, Halves, Summary>::load_state(float (&s)[32 * PanelsK],
+__device__ __forceinline__ void Scan<T, PanelsK, Halves, Summary>::load_state(float (&s)[PanelsK][32],
                                                                               int column) const {
     gdelta_state_view view = call.in.initial;
     int64_t offset = shared.sequence.initial;
@@ -318,18 +318,19 @@ __device__ __forceinline__ void Scan<T, PanelsK, Halves, Summary>::load_state(fl
 #pragma unroll
         for (int i = 0; i < 32 * PanelsK; ++i) {
             int k = i / 4 * 8 + p.column + i % 2, v = column + p.row + 8 * (i / 2 % 2);
-            s[i] = identity && k == v ? 1.0f : 0.0f;
+            s[i / 32][i % 32] = identity && k == v ? 1.0f : 0.0f;
         }
         return;
     }
     with_dtype(view.dtype, [&](auto *type) {
         const auto *from = static_cast<decltype(type)>(view.data) + offset;
-        for_state<PanelsK>(view, call.shape.dim_v, column, [&](int i, int at) { s[i] = to_float(from[at]); });
+        for_state<PanelsK>(view, call.shape.dim_v, column,
+                           [&](int i, int at) { s[i / 32][i % 32] = to_float(from[at]); });
     });
 }
 
 template <typename T, int PanelsK, int Halves, bool Summary>
-__device__ __forceinline__ void Scan<T, PanelsK, Halves, Summary>::store_state(const float (&s)[32 * PanelsK],
+__device__ __forceinline__ void Scan<T, PanelsK, Halves, Summary>::store_state(const float (&s)[PanelsK][32],
                                                                                int column) const {
     gdelta_state_view view = call.final;
     int64_t offset = shared.sequence.final;
@@ -343,113 +344,129 @@ __device__ __forceinline__ void Scan<T, PanelsK, Halves, Summary>::store_state(c
     }
     with_dtype(view.dtype, [&](auto *type) {
         auto *to = static_cast<decltype(type)>(view.data) + offset;
-        for_state<PanelsK>(view, call.shape.dim_v, column, [&](int i, int at) { from_float(s[i], to + at); });
+        for_state<PanelsK>(view, call.shape.dim_v, column,
+                           [&](int i, int at) { from_float(s[i / 32][i % 32], to + at); });
     });
 }
 
+// Panel by panel of K, so that the tensor cores go on while a panel of S is made an operand: X^T W of the last panels
+// and K S of the first ones are under way together.
 template <typename T, int PanelsK, int Halves, bool Summary>
 __device__ __forceinline__ void Scan<T, PanelsK, Halves, Summary>::chain(int half) const {
+    constexpr int kStagesS = kOutputs<Halves>;
+    constexpr float kDown = Range<T>::kDown;
+    constexpr bool kEarly = Halves == 1 && !Summary;  // registers for V and its factors before U is there
     Output &out = shared.output;
     int column = (shared.first_panel + half) * 64 - (has_value ? 0 : call.shape.dim_v);
-    float s[32 * PanelsK];
-    uint32_t a[16 * PanelsK];
+    float s[PanelsK][32], u[32], value[32];
+    float2 key[8];
+    uint32_t a[PanelsK][16], w[16];
     load_state(s, column);
-    pack_state<T>(s, a);
-    for (int c = 0; c < chunks; ++c) {
-        const Lane p = lane_of_warpgroup(opaque(threadIdx.x));  // addresses made anew: they do not fit
-        int slot = ring_slot<2>(c);
-        uint32_t tile_k = shared_address(shared.keys[slot].k), tile_x = shared_address(shared.x[slot]);
-        uint32_t tile_v = shared_address(shared.keys[slot].v) + half * kPanelBytes;
-        const float *table = shared.rows[slot];
-
-        // U^T = S^T K^T. In its shadow: S for `output`, its decay, V.
-        float u[32];
-        wait(shared.k_full[slot], ring_parity<2>(c));
-        wgmma_hold(u);
-        wgmma_hold(a);
-        wgmma_fence();
-#pragma unroll
-        for (int step = 0; step < 4 * PanelsK; ++step) {
-            wgmma<T, kMajorK>(u, a + 4 * step, panel_k_major(tile_k + step / 4 * kPanelBytes) + step % 4 * kStepK,
-                              step > 0);
-        }
-        wgmma_commit();
-        if constexpr (!Summary) {
-            constexpr int kStagesS = Output::kStagesS;
-            int slot_s = ring_slot<kStagesS>(c);
-            uint32_t tile_s = shared_address(out.s[slot_s]) + half * kPanelBytes;
-            wait(out.s_empty[slot_s], ring_parity<kStagesS>(c) ^ 1);
-            put_blocks(tile_s, p, a, Halves * kPanelBytes);
-            release(out.s_full[slot_s]);
-        }
-        float decay = table[kRowDecay];
-#pragma unroll
-        for (int i = 0; i < 32 * PanelsK; ++i) s[i] *= decay;
-        uint32_t w[16];
-        get_blocks_trans(tile_v, p, w);
-        // W = beta V - beta e r_k U; columns of tokens past the end are 0 whatever V and K held there.
-        constexpr bool kAhead = Halves == 1;  // registers for beta V and beta e r_k before U is there
-        float value[kAhead ? 32 : 1], factor[kAhead ? 16 : 1];
-        if constexpr (kAhead) {
-#pragma unroll
-            for (int j = 0; j < 8; ++j) {
-                float4 gates = reinterpret_cast<const float4 *>(table + kRowGates)[4 * j + p.lane % 4];
-                float2 upper = unpack<T>(w[2 * j]), lower = unpack<T>(w[2 * j + 1]);
-                value[4 * j] = gates.x * upper.x, value[4 * j + 1] = gates.y * upper.y;
-                value[4 * j + 2] = gates.x * lower.x, value[4 * j + 3] = gates.y * lower.y;
-                factor[2 * j] = -gates.z, factor[2 * j + 1] = -gates.w;
-            }
-            wgmma_hold(value);
-            wgmma_hold(factor);
-        }
-        wgmma_wait<0>();
-        wgmma_hold(u);
+    auto unpack_value = [&](int c) {
+        const float2 *keys = reinterpret_cast<const float2 *>(shared.rows[ring_slot<2>(c)] + kForwardKey);
 #pragma unroll
         for (int j = 0; j < 8; ++j) {
-            if constexpr (kAhead) {
-                float x = factor[2 * j], y = factor[2 * j + 1];
-                w[2 * j] = pack<T>(fmaf(x, u[4 * j], value[4 * j]), fmaf(y, u[4 * j + 1], value[4 * j + 1]));
-                w[2 * j + 1] =
-                    pack<T>(fmaf(x, u[4 * j + 2], value[4 * j + 2]), fmaf(y, u[4 * j + 3], value[4 * j + 3]));
-                continue;
-            }
-            float4 gates = reinterpret_cast<const float4 *>(table + kRowGates)[4 * j + p.lane % 4];
+            key[j] = keys[4 * j + threadIdx.x % 4];
             float2 upper = unpack<T>(w[2 * j]), lower = unpack<T>(w[2 * j + 1]);
-            w[2 * j] =
-                pack<T>(fmaf(-gates.z, u[4 * j], gates.x * upper.x), fmaf(-gates.w, u[4 * j + 1], gates.y * upper.y));
-            w[2 * j + 1] = pack<T>(fmaf(-gates.z, u[4 * j + 2], gates.x * lower.x),
-                                   fmaf(-gates.w, u[4 * j + 3], gates.y * lower.y));
+            value[4 * j] = kDown * upper.x, value[4 * j + 1] = kDown * upper.y;
+            value[4 * j + 2] = kDown * lower.x, value[4 * j + 3] = kDown * lower.y;
+        }
+        if constexpr (kEarly) wgmma_hold(value);
+    };
+    // U^T = S^T K^T. In its shadow: S for `output`, its decay, V.
+    auto start = [&](int c) {
+        const Lane p = lane_of_warpgroup(opaque(threadIdx.x));  // addresses made anew: they do not fit
+        int slot = ring_slot<2>(c), slot_s = ring_slot<kStagesS>(c);
+        uint32_t tile_k = shared_address(shared.keys[slot].k);
+        uint32_t tile_v = shared_address(shared.keys[slot].v) + half * kPanelBytes;
+        wait(shared.k_full[slot], ring_parity<2>(c));
+        float decay = shared.rows[slot][kForwardDecay];
+        bool decays = __any_sync(0xffffffffu, decay != 1.0f);
+        if constexpr (!Summary) wait(out.s_empty[slot_s], ring_parity<kStagesS>(c) ^ 1);
+#pragma unroll
+        for (int i = 0; i < PanelsK; ++i) {
+            if (Halves == 1 || i == 0) wgmma_wait<Halves == 1 ? PanelsK - 1 : 0>();
+            wgmma_hold(s[i]);
+            if (i + 1 == PanelsK && c > 0) release(shared.x_empty[slot ^ 1]);
+            pack_state<T>(s[i], a[i]);
+            wgmma_hold(u);
+            wgmma_hold(a[i]);
+            wgmma_fence();
+#pragma unroll
+            for (int step = 0; step < 4; ++step) {
+                wgmma<T, kMajorK>(u, a[i] + 4 * step, panel_k_major(tile_k + i * kPanelBytes) + step * kStepK,
+                                  i + step > 0);
+            }
+            wgmma_commit();
+            if (decays) {  // a branch: else the compiler puts this behind W, where all wait for it
+#pragma unroll
+                for (int j = 0; j < 32; ++j) s[i][j] *= decay;
+            }
+            if constexpr (!Summary) {
+                put_blocks(shared_address(out.s[slot_s][i]) + half * kPanelBytes, p, a[i]);
+            }
+        }
+        if constexpr (!Summary) release(out.s_full[slot_s]);
+        get_blocks_trans(tile_v, p, w);
+        if constexpr (kEarly) unpack_value(c);
+    };
+    // W = V - e r_k U; S' = decay S + X^T W. In its shadow: W for `output`.
+    auto finish = [&](int c) {
+        const Lane p = lane_of_warpgroup(opaque(threadIdx.x));
+        int slot = ring_slot<2>(c), slot_s = ring_slot<kStagesS>(c);
+        uint32_t tile_x = shared_address(shared.x[slot]);
+        wgmma_wait<0>();
+        wgmma_hold(u);
+        if constexpr (!kEarly) unpack_value(c);
+#pragma unroll
+        for (int i = 0; i < 16; ++i) {
+            float2 k = key[i / 2];
+            w[i] = pack<T>(fmaf(-k.x, u[2 * i], value[2 * i]), fmaf(-k.y, u[2 * i + 1], value[2 * i + 1]));
         }
         release(shared.k_empty[slot]);
-        if (ragged(c)) {
+        if (ragged(c)) {  // tokens past the end: 0 whatever V and K held there
 #pragma unroll
             for (int b = 0; b < 4; ++b) {
                 mask_tokens(reinterpret_cast<uint32_t(&)[4]>(w[4 * b]), 16 * b + p.column, shared.tail);
             }
         }
-
-        // S' = decay S + X^T W. In its shadow: W for `output`.
         wait(shared.x_full[slot], ring_parity<2>(c));
-        wgmma_hold(s);
         wgmma_hold(w);
-        wgmma_fence();
 #pragma unroll
-        for (int step = 0; step < 4; ++step) {
-            wgmma<T, kMajorMN>(s, w + 4 * step, panel_mn_major(tile_x) + step * kStepMN, true);
+        for (int i = 0; i < PanelsK; ++i) {
+            wgmma_hold(s[i]);
+            wgmma_fence();
+#pragma unroll
+            for (int step = 0; step < 4; ++step) {
+                wgmma<T, kMajorMN>(s[i], w + 4 * step, panel_mn_major(tile_x + i * kPanelBytes) + step * kStepMN, true);
+            }
+            wgmma_commit();
         }
-        wgmma_commit();
         if constexpr (!Summary) {
-            constexpr int kStagesS = Output::kStagesS;
-            int slot_s = ring_slot<kStagesS>(c);
-            uint32_t tile_w = shared_address(out.w[slot_s]) + half * kPanelBytes;
             wait(out.w_empty[slot_s], ring_parity<kStagesS>(c) ^ 1);
-            put_blocks(tile_w, p, w);
+            put_blocks(shared_address(out.w[slot_s]) + half * kPanelBytes, p, w);
             release(out.w_full[slot_s]);
         }
+    };
+    auto wait_all = [&] {
         wgmma_wait<0>();
-        wgmma_hold(s);
-        release(shared.x_empty[slot]);
-        pack_state<T>(s, a);
+#pragma unroll
+        for (int i = 0; i < PanelsK; ++i) wgmma_hold(s[i]);
+    };
+    if (Halves == 2) {  // registers for one product at a time
+        for (int c = 0; c < chunks; ++c) {
+            start(c);
+            finish(c);
+            wait_all();
+        }
+    } else if (chunks > 0) {
+        start(0);
+        for (int c = 0; c + 1 < chunks; ++c) {
+            finish(c);
+            start(c + 1);
+        }
+        finish(chunks - 1);
+        wait_all();
     }
     store_state(s, column);
 }

@@ -292,7 +292,7 @@ int gdelta_launch_hopper_forward(const gdelta_forward_call *call, const gdelta_h
     (void)stream;
     const gdelta_shape *s = &call->shape;
     hold_forward(call);
-    use_chunks(s, work, 196, 5120);
+    use_chunks(s, work, 132, 5120);
     HOLD(work->choice.segments >= 1 && (work->choice.split_v == 1 || work->choice.split_v == 2));
     HOLD((wide)s->sequences * s->heads_o * work->choice.segments * work->choice.split_v <= INT32_MAX);
     wide summaries = (wide)s->sequences * s->heads_o * (work->choice.segments - 1);
