@@ -41,6 +41,8 @@ bool case_parse_lengths(bench_case *c, const char *text);
 double case_flops(const bench_case *c);
 /* The fewest bytes: each input read once, each output written once. */
 double case_bytes(const bench_case *c);
+/* Of those, the states read and written: what a step is about. */
+double case_state_bytes(const bench_case *c);
 /* Microseconds: the larger of flops at 803 TFLOP/s and bytes at 4.24 TB/s, both measured on an H200 on 2026-12-02
  * (8192^3 bf16 matrix product of random data; device copy, read + write). */
 double case_floor(const bench_case *c);

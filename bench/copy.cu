@@ -1,4 +1,5 @@
-// The copy that bandwidths are held against: 16 bytes a thread and access, as many blocks as there is work.
+// What times are held against: a copy, 16 bytes a thread and access, as many blocks as there is work; and a kernel that
+// does nothing.
 #include <gdelta/gdelta.h>
 
 static __global__ void copy_blocks(uint4 *out, const uint4 *in, size_t count) {
@@ -13,6 +14,17 @@ static __global__ void copy_blocks(uint4 *out, const uint4 *in, size_t count) {
     for (int i = 0; i < kUnroll; ++i) {
         if (first + i * blockDim.x < count) out[first + i * blockDim.x] = x[i];
     }
+}
+
+static __global__ void do_nothing() {
+}
+
+extern "C" int bench_launch_empty(gdelta_stream stream) {
+    cudaLaunchConfig_t config = {};
+    config.gridDim = 1;
+    config.blockDim = 32;
+    config.stream = stream;
+    return cudaLaunchKernelEx(&config, do_nothing);
 }
 
 // `bytes` is a multiple of 16. Returns the runtime's error code.

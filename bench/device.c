@@ -35,6 +35,7 @@ bool host_time(device_call call, void *context, double *microseconds) {
 
 /* copy.cu: the runtime's own copy of device memory within a graph reaches only two thirds of what a kernel does. */
 int bench_launch_copy(void *out, const void *in, size_t bytes, gdelta_stream stream);
+int bench_launch_empty(gdelta_stream stream);
 
 enum { kFlushBytes = 256 << 20 }; /* several times the 60 MB of L2 of an H200 */
 
@@ -131,6 +132,25 @@ bool device_time(device_call call, void *const *contexts, int count, int repeats
     return status == GDELTA_OK;
 }
 
+bool device_enqueue_time(device_call call, void *context, double *microseconds) {
+    enum { kCalls = 100 }; /* less than a stream's queue holds */
+    gdelta_stream stream = stream_create();
+    gdelta_status status = call(context, stream);
+    CHECK(cudaStreamSynchronize(stream));
+    double start = now();
+    for (int i = 0; status == GDELTA_OK && i < kCalls; ++i) status = call(context, stream);
+    *microseconds = (now() - start) / kCalls;
+    CHECK(cudaStreamSynchronize(stream));
+    CHECK(cudaStreamDestroy(stream));
+    return status == GDELTA_OK;
+}
+
+static gdelta_status nothing(void *context, gdelta_stream stream) {
+    (void)context;
+    CHECK(bench_launch_empty(stream));
+    return GDELTA_OK;
+}
+
 typedef struct copy_job {
     void *out;
     const void *in;
@@ -146,6 +166,15 @@ static gdelta_status copy(void *context, gdelta_stream stream) {
 static int by_value(const void *a, const void *b) {
     double x = *(const double *)a, y = *(const double *)b;
     return (x > y) - (x < y);
+}
+
+double device_empty_time(void) {
+    enum { kCalls = 256, kRepeats = 11 };
+    double times[kRepeats];
+    void *contexts[kCalls] = {NULL};
+    device_time(nothing, contexts, kCalls, kRepeats, times);
+    qsort(times, kRepeats, sizeof *times, by_value);
+    return times[kRepeats / 2];
 }
 
 double device_copy_rate(void) {
@@ -201,6 +230,15 @@ bool device_run(device_call call, void *context, double *microseconds) {
 bool device_time(device_call call, void *const *contexts, int count, int repeats, double *microseconds) {
     (void)contexts, (void)count, (void)repeats;
     return device_run(call, NULL, microseconds);
+}
+
+bool device_enqueue_time(device_call call, void *context, double *microseconds) {
+    return device_run(call, context, microseconds);
+}
+
+double device_empty_time(void) {
+    no_cuda();
+    return 0;
 }
 
 double device_copy_rate(void) {

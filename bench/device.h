@@ -26,7 +26,11 @@ typedef gdelta_status (*device_call)(void *context, gdelta_stream stream);
 bool device_time(device_call call, void *const *contexts, int count, int repeats, double *microseconds);
 /* One run outside a graph, waited for; microseconds by the host's clock. */
 bool device_run(device_call call, void *context, double *microseconds);
-/* The same on the CPU. */
+/* Microseconds of the host's clock that a call takes to enqueue its work. */
+bool device_enqueue_time(device_call call, void *context, double *microseconds);
+/* Microseconds of an empty kernel, by device_time, one of many in a graph. */
+double device_empty_time(void);
+/* The same as device_run on the CPU. */
 bool host_time(device_call call, void *context, double *microseconds);
 /* Bytes read and written a second by a large copy within the device, cold. */
 double device_copy_rate(void);

@@ -20,7 +20,11 @@ static void usage(FILE *out) {
         "  --seqlens 4x8192 | 100,200,300   equal lengths run as BSHD, others packed; default 1x8192\n"
         "  --batch N --tokens N             of a step, default 128 and 1\n"
         "  --gate zero|weak|mild|strong     default mild, logsigmoid(N(0,1)) / 16\n"
-        "  --suite quick|h200|decode        many cases instead; --op chooses among them\n"
+        "  --suite quick|h200|decode        many cases instead; --op, --hv, --state-dtype, --batch and --tokens "
+        "choose\n"
+        "                                   among them. decode adds what the states' bytes alone come to, and the "
+        "host's\n"
+        "                                   time to enqueue a call\n"
         "  --check                          compare a slice with the CPU reference, print the relative errors; one\n"
         "                                   beyond its tolerance makes the exit status 1\n"
         "  --repeats N                      default: as many as fit a second, 5 to 50\n"
@@ -83,10 +87,14 @@ static void print_peer(double milliseconds) {
         printf(" %8s", "-");
 }
 
-static void print_head(bool peers) {
+/* What a suite's lines end with, or stand in the place of others. */
+typedef enum suite_columns { kPlain, kPeers, kDecode } suite_columns;
+
+static void print_head(suite_columns columns) {
     printf("%-8s %7s %8s %16s %5s %10s %17s %8s %8s %6s %6s", "op", "hq/hv", "k/v", "sequences", "type", "us",
            "p10..p90", "TFLOP/s", "GB/s", "%floor", "%copy");
-    if (peers) printf(" %8s %8s %8s %8s %8s", "FlashQLA", "FlashInf", "FLA", "goal", "x best");
+    if (columns == kDecode) printf(" %10s %11s %8s", "state TB/s", "state %copy", "host us");
+    if (columns == kPeers) printf(" %8s %8s %8s %8s %8s", "FlashQLA", "FlashInf", "FLA", "goal", "x best");
     putchar('\n');
 }
 
@@ -94,7 +102,7 @@ static bool within(const bench_error *e) {
     return e->relative <= e->tolerance;
 }
 
-static void print_case(const bench_case *c, const bench_result *r, const bench_machine *m, bool peers) {
+static void print_case(const bench_case *c, const bench_result *r, const bench_machine *m, suite_columns columns) {
     char heads[24], dims[24], lengths[48], spread[40];
     snprintf(heads, sizeof heads, "%d/%d", (int)c->hq, (int)c->hv);
     snprintf(dims, sizeof dims, "%d/%d", (int)c->k, (int)c->v);
@@ -108,7 +116,11 @@ static void print_case(const bench_case *c, const bench_result *r, const bench_m
         printf(" %6.1f", 100 * rate / m->copy_bytes_per_second);
     else
         printf(" %6s", "-");
-    if (peers) {
+    if (columns == kDecode) {
+        double state = case_state_bytes(c) / seconds;
+        printf(" %10.3f %11.1f %8.2f", state / 1e12, 100 * state / m->copy_bytes_per_second, r->host);
+    }
+    if (columns == kPeers) {
         print_peer(c->peers.flash_qla);
         print_peer(c->peers.flash_infer);
         print_peer(c->peers.fla);
@@ -137,6 +149,7 @@ static void json_case(FILE *out, const bench_case *c, const bench_result *r, boo
             dtypes[c->state_dtype], gates[c->gate], c->sequences, case_rows(c), r->plan);
     fprintf(out, "\"us\": %.3f, \"p10\": %.3f, \"p90\": %.3f, \"repeats\": %d, \"calls\": %d, ", r->median, r->p10,
             r->p90, r->repeats, r->calls);
+    if (r->host > 0) fprintf(out, "\"host_us\": %.3f, ", r->host);
     fprintf(out, "\"first_call_us\": %.1f, \"checked_tokens\": %" PRId64 ", ", r->first, r->checked_tokens);
     fprintf(out, "\"flops\": %.6g, \"bytes\": %.6g, \"floor_us\": %.3f, ", case_flops(c), case_bytes(c), case_floor(c));
     fprintf(out, "\"peers_ms\": {\"flash_qla\": %g, \"flash_infer\": %g, \"fla\": %g, \"goal\": %g}, \"errors\": {",
@@ -151,8 +164,12 @@ static void json_case(FILE *out, const bench_case *c, const bench_result *r, boo
     fprintf(out, "}}");
 }
 
+/* Options that choose among a suite's cases. */
+enum { kNamedBatch = 1, kNamedTokens = 2, kNamedHeads = 4, kNamedState = 8 };
+
 /* What the options say. */
 typedef struct options {
+    unsigned named;
     bench_case base;
     int operation; /* 3: all */
     int batch, tokens, repeats;
@@ -197,6 +214,7 @@ static options parse(int count, char **arguments) {
                 break;
             case 'h':
                 o.base.hv = number("bad --hv", optarg, 1, 1 << 20);
+                o.named |= kNamedHeads;
                 break;
             case 'k':
                 o.base.k = number("bad --k", optarg, 1, 256);
@@ -209,15 +227,18 @@ static options parse(int count, char **arguments) {
                 break;
             case 's':
                 o.base.state_dtype = choose("unknown --state-dtype", optarg, dtypes);
+                o.named |= kNamedState;
                 break;
             case 'l':
                 if (!case_parse_lengths(&o.base, optarg)) die("bad --seqlens", optarg);
                 break;
             case 'b':
                 o.batch = number("bad --batch", optarg, 1, 1 << 20);
+                o.named |= kNamedBatch;
                 break;
             case 't':
                 o.tokens = number("bad --tokens", optarg, 1, 16);
+                o.named |= kNamedTokens;
                 break;
             case 'g':
                 o.base.gate = choose("unknown --gate", optarg, gates);
@@ -245,6 +266,15 @@ static options parse(int count, char **arguments) {
     if (optind < count) die("unexpected", arguments[optind]);
     if (o.suite && o.base.on_cpu && strcmp(o.suite, "quick") != 0) die("a GPU is needed for --suite", o.suite);
     return o;
+}
+
+/* Whether a case of a suite has what the options name. */
+static bool chosen(const options *o, const bench_case *c) {
+    bool is_step = c->operation == GDELTA_OPERATION_STEP;
+    return (!(o->named & kNamedBatch) || (is_step && c->sequences == o->batch)) &&
+           (!(o->named & kNamedTokens) || (is_step && c->length[0] == o->tokens)) &&
+           (!(o->named & kNamedHeads) || c->hv == o->base.hv) &&
+           (!(o->named & kNamedState) || c->state_dtype == o->base.state_dtype);
 }
 
 static int single_cases(const options *o, bench_case *cases) {
@@ -276,31 +306,36 @@ int main(int count, char **arguments) {
     strftime(date, sizeof date, "%Y-%m-%d", localtime(&now));
     printf("gdelta %" PRId32 ", %s, %s, gate %s", gdelta_version(), machine.name, date, gates[o.base.gate]);
     if (!o.base.on_cpu) {
-        printf("; copy %.0f GB/s, two events with nothing between %.1f us", machine.copy_bytes_per_second / 1e9,
-               machine.event_overhead);
+        printf("; copy %.0f GB/s, two events with nothing between %.1f us, an empty kernel in a graph of many %.2f us",
+               machine.copy_bytes_per_second / 1e9, machine.event_overhead, machine.empty_kernel);
     } else if (o.check) {
         printf("; no check: this is the reference itself");
     }
     putchar('\n');
-    bool peers = o.suite && !strcmp(o.suite, "h200");
-    print_head(peers);
+    suite_columns columns = !o.suite                     ? kPlain
+                            : !strcmp(o.suite, "h200")   ? kPeers
+                            : !strcmp(o.suite, "decode") ? kDecode
+                                                         : kPlain;
+    print_head(columns);
     if (json) {
         fprintf(json,
                 "{\"version\": %" PRId32
                 ", \"device\": \"%s\", \"date\": \"%s\", \"copy_bytes_per_second\": %.6g, "
-                "\"event_overhead_us\": %.3f, \"cases\": [",
-                gdelta_version(), machine.name, date, machine.copy_bytes_per_second, machine.event_overhead);
+                "\"event_overhead_us\": %.3f, \"empty_kernel_us\": %.3f, \"cases\": [",
+                gdelta_version(), machine.name, date, machine.copy_bytes_per_second, machine.event_overhead,
+                machine.empty_kernel);
     }
     int failed = 0, written = 0;
     for (int i = 0; i < total; ++i) {
         if (o.operation != 3 && cases[i].operation != o.operation) continue;
+        if (o.suite && !chosen(&o, &cases[i])) continue;
         bench_result result;
         fprintf(stderr, "case %d of %d\r", i + 1, total);
         if (!measure_case(&cases[i], o.repeats, o.check && !o.base.on_cpu, &result)) {
             ++failed;
             continue;
         }
-        print_case(&cases[i], &result, &machine, peers);
+        print_case(&cases[i], &result, &machine, columns);
         for (int e = 0; e < result.errors; ++e) failed += !within(&result.error[e]);
         if (json) json_case(json, &cases[i], &result, written++ == 0);
     }

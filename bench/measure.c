@@ -147,6 +147,7 @@ typedef struct job {
     int64_t stride[ROLES][4]; /* zeros: contiguous */
     gdelta_dtype dtype[ROLES];
     void *cu_seqlens;
+    void *slots; /* of a step's sequences in their pool, as engines have them: sequence n is in slot n */
     gdelta_plan *plan;
     void *workspace, *saved;
     size_t workspace_bytes, saved_bytes;
@@ -164,6 +165,13 @@ static gdelta_tensor tensor(const job *j, int r) {
 
 static gdelta_state state(const job *j, int r) {
     return (gdelta_state){.data = j->data[r], .dtype = j->dtype[r]};
+}
+
+static gdelta_state pool(const job *j) {
+    gdelta_state s = state(j, STATE);
+    s.slots = (gdelta_index){.data = j->slots};
+    s.slot_count = j->c->sequences;
+    return s;
 }
 
 /* What every operation reads. */
@@ -210,7 +218,7 @@ static gdelta_status call(void *context, gdelta_stream stream) {
             .struct_size = sizeof args,
             INPUTS(j),
             .o = tensor(j, O),
-            .state = state(j, STATE),
+            .state = pool(j),
             .output_state = state(j, FINAL),
         };
         if (on_cpu) return gdelta_reference_step(&j->problem, &args);
@@ -297,7 +305,17 @@ static void make_cu_seqlens(job *j) {
     place_copy(j->place, j->cu_seqlens, kHost, table, bytes);
 }
 
-/* Plan and workspace may be another job's, for jobs that run one after another. */
+static void make_slots(job *j) {
+    if (j->c->operation != GDELTA_OPERATION_STEP) return;
+    size_t bytes = sizeof(int32_t) * (size_t)j->c->sequences;
+    int32_t *table = place_alloc(kHost, bytes);
+    for (int32_t n = 0; n < j->c->sequences; ++n) table[n] = n;
+    j->slots = place_alloc(j->place, bytes);
+    place_copy(j->place, j->slots, kHost, table, bytes);
+    place_free(kHost, table);
+}
+
+/* Plan, workspace and slots may be another job's, for jobs that run one after another. */
 static bool make_tensors(job *j) {
     static const kind kinds[] = {kNormal, kNormal, kNormal, kGate, kBeta, kState, kNormal, kState};
     const bench_case *c = j->c;
@@ -321,6 +339,7 @@ static void free_tensors(job *j) {
 
 static void free_job(job *j) {
     free_tensors(j);
+    if (j->slots) place_free(j->place, j->slots);
     if (j->workspace) place_free(j->place, j->workspace);
     gdelta_plan_destroy(j->plan);
 }
@@ -415,6 +434,8 @@ static bool check_slice(const job *timed, bench_result *result) {
     if (!make_plan(&engine)) return false;
     make_cu_seqlens(&engine);
     make_cu_seqlens(&reference);
+    make_slots(&engine);
+    make_slots(&reference);
     for (int r = 0; r < ROLES; ++r) {
         if (!role_used(&s.c, r) && !(is_step && r == FINAL)) continue;
         if (r < O) {
@@ -471,6 +492,7 @@ void measure_machine(bool on_cpu, bench_machine *machine) {
     double times[kRepeats];
     device_name(machine->name, sizeof machine->name);
     machine->copy_bytes_per_second = device_copy_rate();
+    machine->empty_kernel = device_empty_time();
     device_time(NULL, NULL, 0, kRepeats, times);
     qsort(times, kRepeats, sizeof *times, by_value);
     machine->event_overhead = times[kRepeats / 2];
@@ -515,6 +537,7 @@ static bool time_calls(job *jobs, int asked, bench_result *result, double *times
         j->plan = jobs[0].plan;
         j->workspace = jobs[0].workspace;
         j->workspace_bytes = jobs[0].workspace_bytes;
+        j->slots = jobs[0].slots;
         done = make_tensors(j);
         contexts[made] = j;
     }
@@ -531,6 +554,7 @@ bool measure_case(const bench_case *c, int asked, bool check, bench_result *resu
     *j = empty_job(c, c->on_cpu ? kHost : kDevice);
     if (!make_plan(j)) return false;
     if (j->plan) gdelta_plan_describe(j->plan, result->plan, sizeof result->plan);
+    make_slots(j);
     bool done = make_tensors(j);
     if (done && c->on_cpu) {
         result->repeats = asked ? asked : 1;
@@ -539,6 +563,7 @@ bool measure_case(const bench_case *c, int asked, bool check, bench_result *resu
     } else if (done) {
         done = device_run(call, j, &result->first);
         if (done && check) done = check_slice(j, result);
+        if (done && c->operation == GDELTA_OPERATION_STEP) done = device_enqueue_time(call, j, &result->host);
         if (done) done = time_calls(jobs, asked, result, times);
     }
     if (done) {

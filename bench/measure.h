@@ -14,6 +14,7 @@ typedef struct bench_result {
     char plan[512];
     double median, p10, p90; /* microseconds */
     double first;            /* of the first call, host clock, to its end; module load included */
+    double host;             /* a step: host clock, to enqueue a call; else 0 */
     int repeats, calls;      /* each repeat is a graph of so many calls, on different tensors */
     int errors;
     bench_error error[10];
@@ -24,6 +25,7 @@ typedef struct bench_result {
 typedef struct bench_machine {
     char name[256];
     double copy_bytes_per_second; /* device copy, read + write, 0 on the CPU */
+    double empty_kernel;          /* microseconds of one of many in a graph */
     double event_overhead;        /* microseconds between two events with nothing between them */
 } bench_machine;
 
