@@ -29,11 +29,16 @@ enum {
      * K = 128. */
     kRecurrentLanesV = 4,
 
-    /* Forward: at most 4 warps of 16 columns of V, so that V = 128 gives two blocks a head. */
+    /* Forward and step: a block has 64 columns of V, so that V = 128 gives two blocks a head; 4 columns a lane, 8 where
+     * a step's states have 16 bits, 16 bytes either way. */
     kForwardLaneColumns = 4,
     kForwardColumns = 64,
     /* Rows of q, k, v staged in shared memory at a time, two buffers. */
     kForwardStage = 8,
+    /* With fewer heads in all, a step's blocks have half the columns: 32 heads then fill 128 multiprocessors. */
+    kStepManyHeads = 64,
+    /* Of a step's block, bytes: what every architecture from sm_80 on has. Only K > 128 with many tokens needs more. */
+    kStepMostShared = 96 * 1024,
 
     /* Backward: at most 8 warps. Two register tiles, S and dS. */
     kBackwardWarps = 8,

@@ -11,25 +11,14 @@ namespace gdelta {
 
 // Tokens of a staged draft in their order; their u stand in v's place.
 template <int Width>
-__device__ __forceinline__ void replay(Tile<Width, kForwardLaneColumns> &s, TilePlace p,
-                                       const ForwardStage<Width> (&stages)[2], int first_column, TokenSet tokens) {
+__device__ __forceinline__ void replay(Tile<Width, kForwardLaneColumns> &s, TilePlace p, const StagedRow<Width> *rows,
+                                       int first_column, TokenSet tokens) {
 #pragma unroll 1
     for (; tokens; tokens &= tokens - 1) {
-        int t = __ffs(static_cast<int>(tokens)) - 1, r = t % kForwardStage;
-        const ForwardStage<Width> &stage = stages[t / kForwardStage];
+        const StagedRow<Width> &row = rows[__ffs(static_cast<int>(tokens)) - 1];
         float u[kForwardLaneColumns];
-        load_columns(stage.v[r], p, first_column, u);
-        update_tile(s, p, stage.k[r], u, stage.decay[r]);
-    }
-}
-
-template <int Width>
-__device__ __forceinline__ void load_initial(Tile<Width, kForwardLaneColumns> &s, TilePlace p, const gdelta_inputs &in,
-                                             const gdelta_shape &shape, int64_t initial) {
-    if (initial >= 0) {
-        load_state(s, p, in.initial, initial, shape.dim_k, shape.dim_v);
-    } else {
-        clear_tile(s);
+        load_columns(row.v, p, first_column, u);
+        update_tile(s, p, row.k, u, row.decay);
     }
 }
 
@@ -44,22 +33,16 @@ struct Draft {
     int head, first_column;
 
     // k by the first block of those that read it, decay by the first of the head.
-    __device__ __forceinline__ void record_keys(const ForwardStage<Width> (&stages)[2], int length) const {
+    __device__ __forceinline__ void record_keys(const StagedRow<Width> *rows, int length) const {
         const gdelta_shape &shape = call.step.shape;
         int lane = threadIdx.x % 32;
         if (first_column != 0) return;
         bool has_key = reads_first(shape, head, shape.heads_k);
         for (int t = threadIdx.x / 32; t < length; t += blockDim.x / 32) {
-            const ForwardStage<Width> &stage = stages[t / kForwardStage];
-            if (lane == 0) *record_row(call.record.decay, sequence, t, head) = stage.decay[t % kForwardStage];
+            if (lane == 0) *record_row(call.record.decay, sequence, t, head) = rows[t].decay;
             float *k = record_row(call.record.k, sequence, t, head_of(shape, head, shape.heads_k));
-            for (int i = lane; has_key && i < shape.dim_k; i += 32) k[i] = stage.k[t % kForwardStage][i];
+            for (int i = lane; has_key && i < shape.dim_k; i += 32) k[i] = rows[t].k[i];
         }
-    }
-
-    __device__ __forceinline__ void record_u(TilePlace p, int t, const float (&u)[kForwardLaneColumns]) const {
-        const gdelta_view &view = call.record.u;
-        write_columns(view, first_of(view, sequence, head) + t * view.token, p, call.step.shape.dim_v, u);
     }
 
     __device__ __forceinline__ void keep_state(Tile<Width, kForwardLaneColumns> &s, TilePlace p, int t,
@@ -75,60 +58,57 @@ struct Draft {
 
 template <int Width>
 __global__ void __launch_bounds__(2 * kForwardColumns, Width <= 128 ? 3 : 1)
-    recurrent_draft(const __grid_constant__ gdelta_draft_call call) {
-    __shared__ __align__(16) ForwardStage<Width> stages[2];
-    __shared__ Job at;
+    recurrent_draft(const __grid_constant__ gdelta_draft_call call, unsigned tiles) {
+    extern __shared__ __align__(16) unsigned char shared[];
+    auto *rows = reinterpret_cast<StagedRow<Width> *>(shared);
     __shared__ TokenSet paths[2 * kForwardStage];
+    __shared__ Job at;
     const gdelta_forward_call &step = call.step;
     const gdelta_shape &shape = step.shape;
-    unsigned tiles = static_cast<unsigned>(gdelta_forward_tiles(shape.dim_v)), block = blockIdx.x / tiles;
-    Forward<Width> f = {step, at};
-    f.first_column = static_cast<int>(blockIdx.x % tiles) * kForwardColumns;
-    f.head = static_cast<int>(block % static_cast<unsigned>(shape.heads_o));
+    wait_for_grids();
+    BlockPlace block = block_place(shape, tiles, kForwardLaneColumns);
+    Job early;
+    Forward<Width, kForwardLaneColumns> f = {step, at, block.head, block.first_column};
+    find_rows(shape, step.in, find_sequence(shape, step.in, step.final, block.n, f.head, block.reporter), f.head,
+              early);
+    early.o = first_of(step.o, early.sequence, f.head);
+    if (threadIdx.x == 0) at = early;
     Draft<Width> draft = {call, at.sequence, f.head, f.first_column};
-    bool reporter = f.head == 0 && f.first_column == 0;
-    int64_t n = block / static_cast<unsigned>(shape.heads_o);
     int length = static_cast<int>(shape.tokens), thread = static_cast<int>(threadIdx.x);
-    if (thread == 0) {
-        find_job(shape, step.in, find_sequence(shape, step.in, step.final, n, f.head, reporter), f.head, at);
-        at.o = first_of(step.o, at.sequence, f.head);
-    }
-    __syncthreads();
-    bool broken = call.parents.data && thread < length && !at.sequence.skip &&
-                  !find_path(shape, step.in, call.parents, n, thread, reporter, &paths[thread]);
-    bool skip = __syncthreads_or(broken) || at.sequence.skip;
+    bool reporter = f.head == 0 && f.first_column == 0;
+    bool broken = call.parents.data && thread < length && !early.sequence.skip &&
+                  !find_path(shape, step.in, call.parents, block.n, thread, reporter, &paths[thread]);
+    bool skip = __syncthreads_or(broken) || early.sequence.skip;
 
     TilePlace p = tile_place<f.kColumns>(f.first_column);
     if (skip) {
-        float zeros[f.kColumns] = {};
-        for (int t = 0; step.o.data && t < length; ++t) f.write(p, t, zeros);
+        for (int t = 0; t < length; ++t) f.write_o(p, t, 0.0f);
         return;
     }
     Tile<Width, kForwardLaneColumns> s;
-    load_initial(s, p, step.in, shape, at.sequence.initial);
-    f.stage_all(stages, length);
-    __syncthreads();
-    if (call.record.u.data) draft.record_keys(stages, length);
+    f.stage_rows(early, rows, length, [&] { load_initial(s, p, step.in, shape, early.sequence.initial); });
+    if (call.record.u.data) draft.record_keys(rows, length);
 #pragma unroll 1
     for (int t = 0; t < length; ++t) {
-        ForwardStage<Width> &stage = stages[t / kForwardStage];
-        int r = t % kForwardStage;
+        StagedRow<Width> &row = rows[t];
         if (call.parents.data && t > 0) {
             TokenSet before = paths[t] & ~(1u << t);
             if (before != paths[t - 1]) {
                 load_initial(s, p, step.in, shape, at.sequence.initial);
-                replay(s, p, stages, f.first_column, before);
+                replay(s, p, rows, f.first_column, before);
             }
         }
-        float u[f.kColumns];
-        f.token(s, p, stage, r, t, u);
+        float u = f.token(s, p, row, t);
         if (call.parents.data) {
             __syncwarp();  // all lanes have read v, of which a warp reads only its own columns
-            if (p.lane_k == 0) store_columns(stage.v[r], p, f.first_column, u);
+            if (p.lane_k < kForwardLaneColumns) row.v[p.column - f.first_column + p.lane_k] = u;
             __syncwarp();
         }
-        if (call.record.u.data) draft.record_u(p, t, u);
-        if (call.token_states.data) draft.keep_state(s, p, t, reporter && thread == 0);
+        if (call.record.u.data) {
+            const gdelta_view &view = call.record.u;
+            f.write(view, first_of(view, at.sequence, f.head) + t * view.token, p, u);
+        }
+        if (call.token_states.data) draft.keep_state(s, p, t, block.reporter);
     }
     if (at.sequence.final >= 0) store_state(s, p, step.final, at.sequence.final, shape.dim_k, shape.dim_v);
 }
@@ -140,17 +120,18 @@ __device__ __forceinline__ void stage_row(float *to, const float *from, int coun
 
 template <int Width>
 __global__ void __launch_bounds__(2 * kForwardColumns, Width <= 128 ? 4 : 1)
-    recurrent_commit(const __grid_constant__ gdelta_commit_call call) {
-    __shared__ __align__(16) ForwardStage<Width> stages[2];
+    recurrent_commit(const __grid_constant__ gdelta_commit_call call, unsigned tiles) {
+    extern __shared__ __align__(16) unsigned char shared[];
+    auto *rows = reinterpret_cast<StagedRow<Width> *>(shared);
     __shared__ Sequence sequence;
     __shared__ TokenSet path;
     const gdelta_shape &shape = call.shape;
-    unsigned tiles = static_cast<unsigned>(gdelta_forward_tiles(shape.dim_v)), block = blockIdx.x / tiles;
-    int first_column = static_cast<int>(blockIdx.x % tiles) * kForwardColumns;
-    int head = static_cast<int>(block % static_cast<unsigned>(shape.heads_o));
+    wait_for_grids();
+    BlockPlace block = block_place(shape, tiles, kForwardLaneColumns);
+    int head = block.head, first_column = block.first_column;
     if (threadIdx.x == 0) {
-        bool reporter = head == 0 && first_column == 0;
-        int64_t n = block / static_cast<unsigned>(shape.heads_o);
+        bool reporter = block.reporter;
+        int64_t n = block.n;
         sequence = find_sequence(shape, call.in, call.final, n, head, reporter);
         int64_t accepted = sequence.skip ? 0 : load_index(call.accepted, n);
         if (accepted < 0 || accepted > shape.tokens) {
@@ -170,22 +151,22 @@ __global__ void __launch_bounds__(2 * kForwardColumns, Width <= 128 ? 4 : 1)
     int head_k = head_of(shape, head, shape.heads_k);
     for (int t = threadIdx.x / 32; t < shape.tokens; t += blockDim.x / 32) {
         if (!(path >> t & 1)) continue;
-        ForwardStage<Width> &stage = stages[t / kForwardStage];
-        int r = t % kForwardStage;
-        stage_row(stage.k[r], record_row(call.record.k, sequence, t, head_k), shape.dim_k, Width);
-        stage_row(stage.v[r], record_row(call.record.u, sequence, t, head) + first_column, shape.dim_v - first_column,
+        StagedRow<Width> &row = rows[t];
+        stage_row(row.k, record_row(call.record.k, sequence, t, head_k), shape.dim_k, Width);
+        stage_row(row.v, record_row(call.record.u, sequence, t, head) + first_column, shape.dim_v - first_column,
                   kForwardColumns);
-        if (threadIdx.x % 32 == 0) stage.decay[r] = *record_row(call.record.decay, sequence, t, head);
+        if (threadIdx.x % 32 == 0) row.decay = *record_row(call.record.decay, sequence, t, head);
     }
     __syncthreads();
-    replay(s, p, stages, first_column, path);
+    replay(s, p, rows, first_column, path);
     store_state(s, p, call.final, sequence.final, shape.dim_k, shape.dim_v);
 }
 
-template <typename Call>
-static int launch(void (*kernel)(Call), const gdelta_shape &shape, const Call &call, gdelta_stream stream) {
-    cudaLaunchConfig_t config = forward_config(shape, stream);
-    return cudaLaunchKernelEx(&config, kernel, call);
+template <int Width, typename Call>
+static int launch(void (*kernel)(Call, unsigned), const gdelta_shape &shape, const Call &call, gdelta_stream stream) {
+    size_t bytes = static_cast<size_t>(shape.tokens) * sizeof(StagedRow<Width>);
+    Launch launch(shape, kForwardColumns, kForwardLaneColumns, bytes, stream);
+    return cudaLaunchKernelEx(&launch.config, kernel, call, launch.tiles);
 }
 
 }  // namespace gdelta
@@ -193,7 +174,8 @@ static int launch(void (*kernel)(Call), const gdelta_shape &shape, const Call &c
 int gdelta_launch_recurrent_draft(const gdelta_draft_call *call, gdelta_stream stream) {
     int32_t width = gdelta_recurrent_width(call->step.shape.dim_k);
 #define GDELTA_CASE(compiled) \
-    if (width == compiled) return gdelta::launch(gdelta::recurrent_draft<compiled>, call->step.shape, *call, stream);
+    if (width == compiled)    \
+        return gdelta::launch<compiled>(gdelta::recurrent_draft<compiled>, call->step.shape, *call, stream);
     GDELTA_RECURRENT_WIDTHS(GDELTA_CASE)
 #undef GDELTA_CASE
     return cudaErrorInvalidValue;
@@ -202,7 +184,8 @@ int gdelta_launch_recurrent_draft(const gdelta_draft_call *call, gdelta_stream s
 int gdelta_launch_recurrent_commit(const gdelta_commit_call *call, gdelta_stream stream) {
     int32_t width = gdelta_recurrent_width(call->shape.dim_k);
 #define GDELTA_CASE(compiled) \
-    if (width == compiled) return gdelta::launch(gdelta::recurrent_commit<compiled>, call->shape, *call, stream);
+    if (width == compiled)    \
+        return gdelta::launch<compiled>(gdelta::recurrent_commit<compiled>, call->shape, *call, stream);
     GDELTA_RECURRENT_WIDTHS(GDELTA_CASE)
 #undef GDELTA_CASE
     return cudaErrorInvalidValue;

@@ -1,21 +1,31 @@
 // Token recurrence, forward and step: any K, V <= 256, any dtypes and strides, fp32 arithmetic on CUDA cores.
 // forward.cuh has the equations and one token.
 //
-// Grid: x = (sequence, output head, tile of 64 columns of V), the tile fastest. Block: up to 4 warps of 16 columns.
-// Each warp owns its columns of S in registers (tile.cuh) from the first token to the last; warps share k, q and the
-// gates. A warp finishes a reduction over K by shuffles alone, so blocks meet only once in 8 rows.
+// Grid: x = (sequence, output head, tile of 64 columns of V), the tile fastest. Each warp owns its columns of S in
+// registers (tile.cuh) from the first token to the last; warps share k, q and the gates. A warp finishes a reduction
+// over K by shuffles alone, so blocks meet only once in 8 rows.
 //
-// Shared memory, two buffers of kForwardStage rows in fp32: q and k (normalised, zero-padded to Width), v
-// (zero-padded), and e, beta, <k, q>. While buffer b is worked on, warp w loads rows w, w + warps, ... of the next into
-// registers one at a time and stores them to the other: loads fly while tokens are computed. Sequences that fit the two
-// buffers (every step) are staged at once instead, by a kernel of fewer registers (Short).
+// recurrent_forward: whole sequences, 16 columns a warp. Shared memory: two buffers of kForwardStage rows in fp32.
+// While one is worked on, warp w loads rows w, w + warps, ... of the next into registers one at a time and stores them
+// to the other: loads fly while tokens are computed.
+//
+// recurrent_step: at most 16 tokens (every step), so that what counts is the state, 128 KB a head in fp32 read and
+// written, and how soon its loads are on their way. All threads find out what their block's job is; the rows of q, k, v
+// and the gates are asked for first, then the whole state, and only then does anything wait. A lane asks for 16 bytes,
+// 4 columns in fp32 and 8 in 16 bits (8 bytes of 16-bit [V, K] states), so that a warp takes 64 bytes or more side by
+// side whatever the order. The state comes by cp.async into shared memory, each lane's packs to places of its own: on
+// its way it needs no registers, which would spill beside the rows, and no barrier. Dynamic shared memory: T rows, then
+// the packs.
 #include "kernels/recurrent/forward.cuh"
 
 namespace gdelta {
 
+template <int Width>
+using LongForward = Forward<Width, kForwardLaneColumns>;
+
 // The state after `tokens` tokens, a positive multiple of kRecurrentSegment, for backward and for the caller.
 template <int Width>
-__device__ __forceinline__ void keep_state(const Forward<Width> &f, Tile<Width, Forward<Width>::kColumns> &s,
+__device__ __forceinline__ void keep_state(const LongForward<Width> &f, Tile<Width, LongForward<Width>::kColumns> &s,
                                            TilePlace p, int64_t tokens, const gdelta_recurrent_work &work) {
     const gdelta_shape &shape = f.call.shape;
     if (work.checkpoints && tokens < f.at.sequence.length) {
@@ -35,99 +45,178 @@ __device__ __forceinline__ void keep_state(const Forward<Width> &f, Tile<Width, 
 
 // Whole sequences. While a stage is worked on, the next is fetched.
 template <int Width>
-__device__ __forceinline__ void run_long(const Forward<Width> &f, Tile<Width, Forward<Width>::kColumns> &s, TilePlace p,
-                                         ForwardStage<Width> (&stages)[2], const gdelta_recurrent_work &work) {
+__device__ __forceinline__ void run_long(const LongForward<Width> &f, Tile<Width, LongForward<Width>::kColumns> &s,
+                                         TilePlace p, StagedRow<Width> (&rows)[2 * kForwardStage],
+                                         const gdelta_recurrent_work &work) {
     int warp = threadIdx.x / 32, warps = blockDim.x / 32;
     int64_t length = f.at.sequence.length;
     ForwardRow<Width> row;
 #pragma unroll 1
     for (int r = warp; r < kForwardStage && r < length; r += warps) {
-        f.load(r, row);
-        f.store(row, stages[0], r);
+        f.load(f.at, r, row);
+        f.store(row, rows[r], f.at.gate);
     }
     for (int64_t start = 0; start <= length; start += kForwardStage) {  // once more where the last stage is full
         __syncthreads();  // this stage is full, and all have left the other
-        const ForwardStage<Width> &now = stages[start / kForwardStage % 2];
-        ForwardStage<Width> &next = stages[(start / kForwardStage + 1) % 2];
+        const StagedRow<Width> *now = rows + start % (2 * kForwardStage);
+        StagedRow<Width> *next = rows + (start + kForwardStage) % (2 * kForwardStage);
         if (start > 0 && start % kRecurrentSegment == 0) keep_state(f, s, p, start, work);
         int r = 0;
 #pragma unroll 1
         for (int ahead = warp; r < kForwardStage; ahead += warps) {
             int64_t t = start + kForwardStage + ahead;
             bool fetch = ahead < kForwardStage && t < length;
-            if (fetch) f.load(t, row);
+            if (fetch) f.load(f.at, t, row);
 #pragma unroll 1
             for (int end = r + warps; r < end && r < kForwardStage; ++r) {
-                float u[f.kColumns];
-                if (start + r < length) f.token(s, p, now, r, start + r, u);
+                if (start + r < length) f.token(s, p, now[r], start + r);
             }
-            if (fetch) f.store(row, next, ahead);
+            if (fetch) f.store(row, next[ahead], f.at.gate);
         }
     }
 }
 
-// At most two stages of tokens: all rows at once, no prefetch, and so registers for one block an SM more.
 template <int Width>
-__device__ __forceinline__ void run_short(const Forward<Width> &f, Tile<Width, Forward<Width>::kColumns> &s,
-                                          TilePlace p, ForwardStage<Width> (&stages)[2]) {
-    int length = static_cast<int>(f.at.sequence.length);
-    f.stage_all(stages, length);
-    __syncthreads();
-#pragma unroll 1
-    for (int r = 0; r < length; ++r) {
-        float u[f.kColumns];
-        f.token(s, p, stages[r / kForwardStage], r % kForwardStage, r, u);
-    }
-}
-
-template <int Width, bool Short>
-__global__ void __launch_bounds__(2 * kForwardColumns, Width <= 128 ? (Short ? 4 : 3) : 1)
+__global__ void __launch_bounds__(2 * kForwardColumns, Width <= 128 ? 3 : 1)
     recurrent_forward(const __grid_constant__ gdelta_forward_call call,
-                      const __grid_constant__ gdelta_recurrent_work work) {
-    __shared__ __align__(16) ForwardStage<Width> stages[2];
+                      const __grid_constant__ gdelta_recurrent_work work, unsigned tiles) {
+    __shared__ StagedRow<Width> rows[2 * kForwardStage];
     __shared__ Job at;
     const gdelta_shape &shape = call.shape;
+    wait_for_grids();
     if (is_malformed(work.malformed)) return;
 
-    unsigned tiles = static_cast<unsigned>(gdelta_forward_tiles(shape.dim_v)), block = blockIdx.x / tiles;
-    Forward<Width> f = {call, at};
-    f.first_column = static_cast<int>(blockIdx.x % tiles) * kForwardColumns;
-    f.head = static_cast<int>(block % static_cast<unsigned>(shape.heads_o));
+    BlockPlace block = block_place(shape, tiles, LongForward<Width>::kColumns);
+    LongForward<Width> f = {call, at, block.head, block.first_column};
     if (threadIdx.x == 0) {
-        bool reporter = f.head == 0 && f.first_column == 0;
-        int64_t n = block / static_cast<unsigned>(shape.heads_o);
-        find_job(shape, call.in, find_sequence(shape, call.in, call.final, n, f.head, reporter), f.head, at);
+        Sequence sequence = find_sequence(shape, call.in, call.final, block.n, f.head, block.reporter);
+        find_job(shape, call.in, sequence, f.head, at);
         at.o = first_of(call.o, at.sequence, f.head);
     }
     __syncthreads();
 
     TilePlace p = tile_place<f.kColumns>(f.first_column);
     if (at.sequence.skip) {
-        float zeros[f.kColumns] = {};
-        for (int64_t t = 0; call.o.data && t < at.sequence.length; ++t) f.write(p, t, zeros);
+        for (int64_t t = 0; t < at.sequence.length; ++t) f.write_o(p, t, 0.0f);
         return;
     }
-    Tile<Width, Forward<Width>::kColumns> s;
-    if (at.sequence.initial >= 0) {
-        load_state(s, p, call.in.initial, at.sequence.initial, shape.dim_k, shape.dim_v);
+    Tile<Width, LongForward<Width>::kColumns> s;
+    load_initial(s, p, call.in, shape, at.sequence.initial);
+    run_long(f, s, p, rows, work);
+    if (f.at.sequence.final >= 0) store_state(s, p, call.final, f.at.sequence.final, shape.dim_k, shape.dim_v);
+}
+
+// ---- At most 16 tokens ----
+
+// Warps of 4 or 8 columns a lane: 4 or 2 in a block of 64 columns. Blocks an SM: what the registers of the state leave
+// (6 of 8 columns at Width 128: 12 bytes of spills).
+template <int Width, typename T>
+struct StepShape {
+    static constexpr int kColumns = sizeof(T) == 2 && Width <= 128 ? 8 : 4;
+    static constexpr int kThreads = kForwardColumns / (kRecurrentLanesV * kColumns) * 32;
+    static constexpr int kBlocks = Width > 128 ? 1 : kColumns == 8 ? (Width == 64 ? 8 : 4) : (Width == 64 ? 6 : 4);
+};
+
+// T and Vk: type and order of all states there are. Their packs are aligned.
+template <int Width, typename T, bool Vk>
+__global__ void __launch_bounds__(StepShape<Width, T>::kThreads, StepShape<Width, T>::kBlocks)
+    recurrent_step(const __grid_constant__ gdelta_forward_call call, const int32_t *malformed, unsigned tiles) {
+    constexpr int kColumns = StepShape<Width, T>::kColumns;
+    extern __shared__ __align__(16) unsigned char shared[];
+    __shared__ Job at;
+    auto *rows = reinterpret_cast<StagedRow<Width> *>(shared);
+    const gdelta_shape &shape = call.shape;
+    wait_for_grids();
+    if (is_malformed(malformed)) return;
+
+    BlockPlace block = block_place(shape, tiles, kColumns);
+    Job early;
+    Forward<Width, kColumns> f = {call, at, block.head, block.first_column};
+    find_rows(shape, call.in, find_sequence(shape, call.in, call.final, block.n, f.head, block.reporter), f.head,
+              early);
+    early.o = first_of(call.o, early.sequence, f.head);
+    if (threadIdx.x == 0) at = early;
+
+    TilePlace p = tile_place<kColumns>(f.first_column);
+    int length = static_cast<int>(early.sequence.length);
+    if (early.sequence.skip) {
+        __syncthreads();
+        for (int t = 0; t < length; ++t) f.write_o(p, t, 0.0f);
+        return;
+    }
+    using Packs = LanePacks<Vk, Vk ? 4 : kColumns, Width, kColumns, T>;
+    bool has_initial = early.sequence.initial >= 0;
+    void *raw = rows + shape.tokens;
+    f.stage_rows(early, rows, length, [&] {
+        if (!has_initial) return;
+        Packs::of(p, call.in.initial, early.sequence.initial, shape.dim_k, shape.dim_v).fetch(raw);
+    });
+    Tile<Width, kColumns> s;
+    if (has_initial) {
+        wait_copies();
+        Packs().take(raw, s);
     } else {
         clear_tile(s);
     }
-    if (Short) {
-        run_short(f, s, p, stages);
-    } else {
-        run_long(f, s, p, stages, work);
+#pragma unroll 1
+    for (int t = 0; t < length; ++t) f.token(s, p, rows[t], t);
+    if (at.sequence.final < 0) return;
+    p.lane_k = opaque(p.lane_k), p.column = opaque(p.column);  // else the tokens' loop keeps this address: spills
+    Packs::of(p, call.final, at.sequence.final, shape.dim_k, shape.dim_v).store(s);
+}
+
+// Whether a lane's packs of 4 rows, or of kColumns columns, are where one access can take them.
+template <int Width, typename T>
+static bool has_packs(const gdelta_state_view &view, const gdelta_shape &shape) {
+    bool vk = view.order == GDELTA_STATE_VK;
+    int64_t run = vk ? 4 : StepShape<Width, T>::kColumns, along = vk ? shape.dim_k : shape.dim_v;
+    bool aligned = reinterpret_cast<uintptr_t>(view.data) % (run * sizeof(T)) == 0;
+    return !view.data || (aligned && along % run == 0 && view.slot % run == 0 && view.head % run == 0);
+}
+
+template <int Width>
+static cudaError_t launch_long(const gdelta_forward_call &call, const gdelta_recurrent_work &work,
+                               gdelta_stream stream) {
+    Launch launch(call.shape, kForwardColumns, LongForward<Width>::kColumns, 0, stream);
+    return cudaLaunchKernelEx(&launch.config, recurrent_forward<Width>, call, work, launch.tiles);
+}
+
+template <int Width, typename T>
+static cudaError_t launch_step(const gdelta_forward_call &call, const gdelta_recurrent_work &work,
+                               gdelta_stream stream) {
+    const gdelta_shape &shape = call.shape;
+    int columns = shape.sequences * shape.heads_o < kStepManyHeads ? kForwardColumns / 2 : kForwardColumns;
+    Launch launch(shape, columns, StepShape<Width, T>::kColumns, 0, stream);
+    launch.config.dynamicSmemBytes = static_cast<size_t>(shape.tokens) * sizeof(StagedRow<Width>) +
+                                     launch.config.blockDim.x * (Width / 8 * StepShape<Width, T>::kColumns * sizeof(T));
+    bool vk = (call.in.initial.data ? call.in.initial : call.final).order == GDELTA_STATE_VK;
+    auto *kernel = vk ? recurrent_step<Width, T, true> : recurrent_step<Width, T, false>;
+    if (launch.config.dynamicSmemBytes > kStepMostShared) return launch_long<Width>(call, work, stream);
+    if (launch.config.dynamicSmemBytes > 48 * 1024) {  // what a kernel has without being asked
+        cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                                 static_cast<int>(launch.config.dynamicSmemBytes));
+        if (error != cudaSuccess) return error;
     }
-    if (f.at.sequence.final >= 0) store_state(s, p, call.final, f.at.sequence.final, shape.dim_k, shape.dim_v);
+    return cudaLaunchKernelEx(&launch.config, kernel, call, work.malformed, launch.tiles);
+}
+
+template <int Width, typename T>
+static cudaError_t launch_typed(const gdelta_forward_call &call, const gdelta_recurrent_work &work,
+                                gdelta_stream stream) {
+    bool packs = has_packs<Width, T>(call.in.initial, call.shape) && has_packs<Width, T>(call.final, call.shape);
+    return packs ? launch_step<Width, T>(call, work, stream) : launch_long<Width>(call, work, stream);
 }
 
 template <int Width>
 static cudaError_t launch_forward(const gdelta_forward_call &call, const gdelta_recurrent_work &work,
                                   gdelta_stream stream) {
-    cudaLaunchConfig_t config = forward_config(call.shape, stream);
-    bool is_short = call.shape.tokens <= 2 * kForwardStage;
-    return cudaLaunchKernelEx(&config, is_short ? recurrent_forward<Width, true> : recurrent_forward<Width, false>,
-                              call, work);
+    const gdelta_state_view &initial = call.in.initial, &final = call.final;
+    gdelta_dtype dtype = initial.data ? initial.dtype : final.data ? final.dtype : GDELTA_DTYPE_FP32;
+    bool one_type = !final.data || final.dtype == dtype;
+    if (call.shape.tokens > 2 * kForwardStage || !one_type) return launch_long<Width>(call, work, stream);
+    if (dtype == GDELTA_DTYPE_BF16) return launch_typed<Width, __nv_bfloat16>(call, work, stream);
+    if (dtype == GDELTA_DTYPE_FP16) return launch_typed<Width, __half>(call, work, stream);
+    return launch_typed<Width, float>(call, work, stream);
 }
 
 }  // namespace gdelta

@@ -8,19 +8,18 @@
 // kernel that makes it.
 #pragma once
 
+#include "kernels/ptx/number.cuh"
 #include "kernels/recurrent/tile.cuh"
 #include "kernels/rule/gate.cuh"
 #include "kernels/rule/norm.cuh"
 
 namespace gdelta {
 
-// Rows staged in shared memory in fp32: q and k normalised and zero-padded to Width, v zero-padded.
+// A row staged in shared memory in fp32: q and k normalised and zero-padded to Width, v zero-padded.
 template <int Width>
-struct ForwardStage {
-    float q[kForwardStage][Width];
-    float k[kForwardStage][Width];
-    float v[kForwardStage][kForwardColumns];
-    float decay[kForwardStage], beta[kForwardStage], kq[kForwardStage];
+struct alignas(16) StagedRow {
+    float q[Width], k[Width], v[kForwardColumns];
+    float decay, beta, kq;
 };
 
 // One row in registers on its way to shared memory.
@@ -46,114 +45,179 @@ __device__ __forceinline__ void update_tile(Tile<Width, Columns> &s, TilePlace p
     }
 }
 
-// A row over V from element `offset` on. The first four lanes along K write one column each: 16 columns side by side in
-// one instruction.
-__device__ __forceinline__ void write_columns(const gdelta_view &view, int64_t offset, TilePlace p, int dim_v,
-                                              const float (&x)[4]) {
-    static_assert(kForwardLaneColumns == 4, "one column to each of four lanes");
-    float mine = p.lane_k & 2 ? (p.lane_k & 1 ? x[3] : x[2]) : (p.lane_k & 1 ? x[1] : x[0]);
-    int column = p.column + p.lane_k;
-    if (p.lane_k >= kForwardLaneColumns || column >= dim_v) return;
-    store_element(view.data, view.dtype, offset + column, mine);
-}
-
-// A kernel of 4 warps of 16 columns, or of fewer where V is smaller: one block to each sequence, output head and tile.
-inline cudaLaunchConfig_t forward_config(const gdelta_shape &shape, gdelta_stream stream) {
-    int columns = shape.dim_v < kForwardColumns ? shape.dim_v : kForwardColumns;
-    int warp_columns = kRecurrentLanesV * kForwardLaneColumns;
-    cudaLaunchConfig_t config = {};
-    config.gridDim = static_cast<unsigned>(shape.sequences * shape.heads_o * gdelta_forward_tiles(shape.dim_v));
-    config.blockDim = static_cast<unsigned>((columns + warp_columns - 1) / warp_columns * 32);
-    config.stream = stream;
-    return config;
-}
-
-template <int Width>
+template <int Width, int Columns>
 struct Forward {
-    static constexpr int kColumns = kForwardLaneColumns;
+    static constexpr int kColumns = Columns;
     const gdelta_forward_call &call;
     const Job &at;
     int head, first_column;
 
-    __device__ __forceinline__ void load(int64_t t, ForwardRow<Width> &row) const {
+    __device__ __forceinline__ void load(const Job &job, int64_t t, ForwardRow<Width> &row) const {
         const gdelta_shape &shape = call.shape;
         const gdelta_inputs &in = call.in;
         int lane = threadIdx.x % 32;
-        row.q.load(in.q.data, in.q.dtype, at.q + t * in.q.token, shape.dim_k, lane);
-        row.k.load(in.k.data, in.k.dtype, at.k + t * in.k.token, shape.dim_k, lane);
-        row.v.load(in.v.data, in.v.dtype, at.v + t * in.v.token + first_column, shape.dim_v - first_column, lane);
-        row.gates.load(in, at.g + t * in.g.token, at.beta + t * in.beta.token);
+        row.q.load(in.q.data, in.q.dtype, job.q + t * in.q.token, shape.dim_k, lane);
+        row.k.load(in.k.data, in.k.dtype, job.k + t * in.k.token, shape.dim_k, lane);
+        row.v.load(in.v.data, in.v.dtype, job.v + t * in.v.token + first_column, shape.dim_v - first_column, lane);
+        row.gates.load(in, job.g + t * in.g.token, job.beta + t * in.beta.token);
     }
 
-    __device__ __forceinline__ void store(const ForwardRow<Width> &row, ForwardStage<Width> &stage, int r) const {
+    __device__ __forceinline__ void store(const ForwardRow<Width> &row, StagedRow<Width> &staged,
+                                          GateParameters gate) const {
         const gdelta_inputs &in = call.in;
         int lane = threadIdx.x % 32;
         float q[Width / 32], k[Width / 32], v[kForwardColumns / 32];
         row.q.values(in.q.dtype, q);
         row.k.values(in.k.dtype, k);
         row.v.values(in.v.dtype, v);
-        float norm_q = row_norm(call.shape, q), norm_k = row_norm(call.shape, k), kq = 0.0f;
+        float sum_q = sum_lanes<31>(square_sum(q)), sum_k = sum_lanes<31>(square_sum(k)), kq = 0.0f;
+        float norm_q = norm_of(call.shape, sum_q), norm_k = norm_of(call.shape, sum_k);
 #pragma unroll
         for (int i = 0; i < Width / 32; ++i) {
             kq = fmaf(k[i] * norm_k, q[i] * norm_q, kq);
-            stage.q[r][lane + 32 * i] = q[i] * norm_q;
-            stage.k[r][lane + 32 * i] = k[i] * norm_k;
+            staged.q[lane + 32 * i] = q[i] * norm_q;
+            staged.k[lane + 32 * i] = k[i] * norm_k;
         }
 #pragma unroll
-        for (int i = 0; i < kForwardColumns / 32; ++i) stage.v[r][lane + 32 * i] = v[i];
+        for (int i = 0; i < kForwardColumns / 32; ++i) staged.v[lane + 32 * i] = v[i];
         kq = sum_lanes<31>(kq);
         if (lane == 0) {
-            stage.decay[r] = row.gates.decay(call.shape, in, at.gate);
-            stage.beta[r] = row.gates.beta_value(call.shape, in);
-            stage.kq[r] = kq;
+            staged.decay = row.gates.decay(call.shape, in, gate);
+            staged.beta = row.gates.beta_value(call.shape, in);
+            staged.kq = kq;
         }
     }
 
-    // All rows, of at most two stages.
-    __device__ __forceinline__ void stage_all(ForwardStage<Width> (&stages)[2], int length) const {
-        int warps = blockDim.x / 32;
+    // All rows of at most 2 * kForwardStage. Loads first, by `early`, what this thread found out itself; `between` runs
+    // while they are on their way. From then on all that is not needed at once stands in shared memory.
+    template <typename F>
+    __device__ __forceinline__ void stage_rows(const Job &early, StagedRow<Width> *rows, int length, F between) const {
+        constexpr int kAhead = Width <= 128 ? 2 : 1;
+        int warp = static_cast<int>(threadIdx.x / 32), warps = static_cast<int>(blockDim.x / 32);
+        ForwardRow<Width> ahead[kAhead];
+        GateBits gate;
+        gate.load(call.in, head);
 #pragma unroll 1
-        for (int r = threadIdx.x / 32; r < length; r += warps) {
-            ForwardRow<Width> row;
-            load(r, row);
-            store(row, stages[r / kForwardStage], r % kForwardStage);
+        for (int first = warp; first < length || first == warp; first += kAhead * warps) {
+#pragma unroll
+            for (int i = 0; i < kAhead; ++i) {
+                if (first + i * warps < length) load(early, first + i * warps, ahead[i]);
+            }
+            if (first == warp) between();
+#pragma unroll
+            for (int i = 0; i < kAhead; ++i) {
+                int t = first + i * warps;
+                if (t < length) store(ahead[i], rows[t], gate.parameters(call.in));
+            }
         }
+        __syncthreads();
     }
 
-    __device__ __forceinline__ void write(TilePlace p, int64_t t, const float (&o)[kColumns]) const {
-        write_columns(call.o, at.o + t * call.o.token, p, call.shape.dim_v, o);
+    // A row over V from element `offset` on: each lane has the number of its own column, lane_k % Columns. 4 * Columns
+    // columns side by side in one instruction, by the lanes that end with S^T q.
+    __device__ __forceinline__ void write(const gdelta_view &view, int64_t offset, TilePlace p, float x) const {
+        int column = p.column + p.lane_k % Columns;
+        if (p.lane_k < 8 - Columns || column >= call.shape.dim_v) return;
+        store_element(view.data, view.dtype, offset + column, x);
     }
 
-    // One token: S, u and o. Every lane along K ends with the sums of its columns.
-    __device__ __forceinline__ void token(Tile<Width, kColumns> &s, TilePlace p, const ForwardStage<Width> &stage,
-                                          int r, int64_t t, float (&u)[kColumns]) const {
-        float sk[kColumns] = {}, sq[kColumns] = {}, v[kColumns];
-        load_columns(stage.v[r], p, first_column, v);
-        float e = stage.decay[r], beta = stage.beta[r], kq = stage.kq[r];
+    __device__ __forceinline__ void write_o(TilePlace p, int64_t t, float x) const {
+        if (call.o.data) write(call.o, at.o + t * call.o.token, p, x);
+    }
+
+    // One token: S and o. Returns u of the lane's own column.
+    __device__ __forceinline__ float token(Tile<Width, Columns> &s, TilePlace p, const StagedRow<Width> &row,
+                                           int64_t t) const {
+        static_assert(Columns == 4 || Columns == 8, "8 sums at a time");
+        float sums[2 * Columns / 8][8] = {}, *sk = sums[0], *sq = sums[0] + Columns;
+        float v = row.v[p.column - first_column + p.lane_k % Columns];
+        float e = row.decay, beta = row.beta, kq = row.kq, scale = static_cast<float>(call.shape.scale);
 #pragma unroll
         for (int i = 0; i < s.kGroups; ++i) {
             float k[4], q[4];
-            load_four(stage.k[r], i, p, k);
-            load_four(stage.q[r], i, p, q);
+            load_four(row.k, i, p, k);
+            load_four(row.q, i, p, q);
 #pragma unroll
             for (int j = 0; j < 4; ++j)
 #pragma unroll
-                for (int c = 0; c < kColumns; ++c) {
+                for (int c = 0; c < Columns; ++c) {
                     sk[c] = fmaf(s.x[i][j][c], k[j], sk[c]);
                     sq[c] = fmaf(s.x[i][j][c], q[j], sq[c]);
                 }
         }
+        // 4 columns: lanes below 16 get S^T k, the others S^T q.
+        float sum_k = sum_rows(sums[0], p), sum_q = Columns == 4 ? sum_k : sum_rows(sums[2 * Columns / 8 - 1], p);
+        float mine = beta * fmaf(-e, sum_k, v), u[Columns];
+        int lane_v = opaque(p.lane_v);  // else the loop over the tokens keeps a register for each lane
 #pragma unroll
-        for (int c = 0; c < kColumns; ++c) {
-            sk[c] = sum_lanes<28>(sk[c]);
-            u[c] = beta * fmaf(-e, sk[c], v[c]);
-        }
-        update_tile(s, p, stage.k[r], u, e);
-        float o[kColumns], scale = static_cast<float>(call.shape.scale);
-#pragma unroll
-        for (int c = 0; c < kColumns; ++c) o[c] = scale * fmaf(e, sum_lanes<28>(sq[c]), u[c] * kq);
-        if (call.o.data) write(p, t, o);
+        for (int c = 0; c < Columns; ++c) u[c] = __shfl_sync(0xffffffffu, mine, kRecurrentLanesV * c + lane_v);
+        if (Columns == 4) mine = __shfl_sync(0xffffffffu, mine, threadIdx.x % 16);
+        update_tile(s, p, row.k, u, e);
+        write_o(p, t, scale * fmaf(e, sum_q, mine * kq));
+        return mine;
     }
 };
+
+template <int Width, int Columns>
+__device__ __forceinline__ void load_initial(Tile<Width, Columns> &s, TilePlace p, const gdelta_inputs &in,
+                                             const gdelta_shape &shape, int64_t initial) {
+    if (initial >= 0) {
+        load_state(s, p, in.initial, initial, shape.dim_k, shape.dim_v);
+    } else {
+        clear_tile(s);
+    }
+}
+
+// What a block works on: a tile of V of one output head of sequence n.
+struct BlockPlace {
+    int64_t n;
+    int head, first_column;
+    bool reporter;  // the thread that reports what is wrong with its sequence's tables
+};
+
+// One division before the sequence is known, for its slot is what the state waits for.
+__device__ __forceinline__ BlockPlace block_place(const gdelta_shape &shape, unsigned tiles, int lane_columns) {
+    unsigned heads = static_cast<unsigned>(shape.heads_o), n = blockIdx.x / (heads * tiles);
+    unsigned rest = blockIdx.x - n * (heads * tiles), head = rest / tiles, tile = rest - head * tiles;
+    int columns = static_cast<int>(blockDim.x / 32) * kRecurrentLanesV * lane_columns;
+    return {n, static_cast<int>(head), static_cast<int>(tile) * columns, rest == 0 && threadIdx.x == 0};
+}
+
+// One block to each sequence, output head and tile of V: of at most `columns` columns, `lane_columns` of them a lane.
+// The launch may begin before the grid in front of it in the stream has ended (programmatic dependent launch, sm_90):
+// its kernel begins with wait_for_grids, and what a launch takes is hidden.
+struct Launch {
+    cudaLaunchConfig_t config = {};
+    cudaLaunchAttribute attribute = {};
+    unsigned tiles;
+
+    Launch(const gdelta_shape &shape, int columns, int lane_columns, size_t shared_bytes, gdelta_stream stream) {
+        int warp_columns = kRecurrentLanesV * lane_columns;
+        if (columns > shape.dim_v) columns = shape.dim_v;
+        int warps = (columns + warp_columns - 1) / warp_columns;
+        tiles = static_cast<unsigned>((shape.dim_v + warps * warp_columns - 1) / (warps * warp_columns));
+        config.gridDim = static_cast<unsigned>(shape.sequences * shape.heads_o) * tiles;
+        config.blockDim = static_cast<unsigned>(32 * warps);
+        config.dynamicSmemBytes = shared_bytes;
+        config.stream = stream;
+        int device = 0, major = 0;
+        cudaGetDevice(&device);
+        cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+        if (major < 9) return;
+        attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+        attribute.val.programmaticStreamSerializationAllowed = 1;
+        config.attrs = &attribute;
+        config.numAttrs = 1;
+    }
+};
+
+// All blocks wait, those without work too: that this grid has ended must mean that those before it have. The next grid
+// may begin at once, for it waits likewise.
+__device__ __forceinline__ void wait_for_grids() {
+#if __CUDA_ARCH__ >= 900
+    cudaGridDependencySynchronize();
+    cudaTriggerProgrammaticLaunchCompletion();
+#endif
+}
 
 }  // namespace gdelta

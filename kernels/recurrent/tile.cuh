@@ -70,6 +70,15 @@ struct LanePacks {
     int step_k, step_v;  // elements
     int rows, columns;   // that lie within K x V from there on
 
+    // Of the head's state at element `offset` of the view.
+    static __device__ __forceinline__ LanePacks of(TilePlace p, const gdelta_state_view &view, int64_t offset,
+                                                   int dim_k, int dim_v) {
+        bool vk = N > 1 ? Vk : view.order == GDELTA_STATE_VK;
+        int step_k = vk ? 1 : dim_v, step_v = vk ? dim_k : 1;
+        T *at = static_cast<T *>(view.data) + offset + 4 * p.lane_k * step_k + p.column * step_v;
+        return {at, step_k, step_v, dim_k - 4 * p.lane_k, dim_v - p.column};
+    }
+
     // `at` walks over the rows: offsets kept for all of them at once spill.
     __device__ __forceinline__ void skip_rows(int count) {
         at += count * step_k;
@@ -84,20 +93,46 @@ struct LanePacks {
     static __device__ __forceinline__ float &element(Tile<Width, Columns> &s, int i, int j, int c, int n) {
         return Vk ? s.x[i][j + n][c] : s.x[i][j][c + n];
     }
-
-    // First all loads, then all conversions: else each group of rows waits for its own memory latency. (Measured on an
-    // H200, step B = 128, HV = 64: the waits were 37% of all samples.)
-    __device__ __forceinline__ void load(Tile<Width, Columns> &s) {
-        Pack<T, N> packs[Width / 32][kRows][kColumns];
+    // Calls f(i, j, c) for each pack, from the first row on.
+    template <typename F>
+    __device__ __forceinline__ void for_packs(F f) {
 #pragma unroll
         for (int i = 0; i < Width / 32; ++i, skip_rows(32 - kRows))
 #pragma unroll
             for (int j = 0; j < kRows; ++j, skip_rows(1))
 #pragma unroll
-                for (int c = 0; c < kColumns; ++c) {
-                    packs[i][j][c] = {};
-                    if (inside(c)) packs[i][j][c] = *pack(c);
-                }
+                for (int c = 0; c < kColumns; ++c) f(i, j, c);
+    }
+
+    // A thread's packs in shared memory, one after another: those of neighbours side by side.
+    static constexpr int kPacks = Width / 32 * kRows * kColumns;
+    static __device__ __forceinline__ Pack<T, N> *own(void *shared, int i, int j, int c) {
+        int number = (i * kRows + j) * kColumns + c;
+        return static_cast<Pack<T, N> *>(shared) + number * static_cast<int>(blockDim.x) + threadIdx.x;
+    }
+
+    // All on their way there, and, once they have been waited for, into registers.
+    __device__ __forceinline__ void fetch(void *shared) {
+        for_packs(
+            [&](int i, int j, int c) { copy_async<sizeof(Pack<T, N>)>(own(shared, i, j, c), pack(c), inside(c)); });
+    }
+
+    __device__ __forceinline__ void take(void *shared, Tile<Width, Columns> &s) {
+        for_packs([&](int i, int j, int c) {
+            Pack<T, N> in = *own(shared, i, j, c);
+#pragma unroll
+            for (int n = 0; n < N; ++n) element(s, i, j, c, n) = to_float(in.x[n]);
+        });
+    }
+
+    // First all loads, then all conversions: else each group of rows waits for its own memory latency. (Measured on an
+    // H200, step B = 128, HV = 64: the waits were 37% of all samples.)
+    __device__ __forceinline__ void load(Tile<Width, Columns> &s) {
+        Pack<T, N> packs[Width / 32][kRows][kColumns];
+        for_packs([&](int i, int j, int c) {
+            packs[i][j][c] = {};
+            if (inside(c)) packs[i][j][c] = *pack(c);
+        });
 #pragma unroll
         for (int i = 0; i < Width / 32; ++i)
 #pragma unroll
@@ -109,43 +144,37 @@ struct LanePacks {
     }
 
     __device__ __forceinline__ void store(Tile<Width, Columns> &s) {
+        for_packs([&](int i, int j, int c) {
+            Pack<T, N> out;
 #pragma unroll
-        for (int i = 0; i < Width / 32; ++i, skip_rows(32 - kRows))
-#pragma unroll
-            for (int j = 0; j < kRows; ++j, skip_rows(1))
-#pragma unroll
-                for (int c = 0; c < kColumns; ++c) {
-                    Pack<T, N> out;
-#pragma unroll
-                    for (int n = 0; n < N; ++n) from_float(element(s, i, j, c, n), &out.x[n]);
-                    if (inside(c)) store_pack(pack(c), out);
-                }
+            for (int n = 0; n < N; ++n) from_float(element(s, i, j, c, n), &out.x[n]);
+            if (inside(c)) store_pack(pack(c), out);
+        });
     }
 };
 
-// Calls f with the packs of the head's state at element `offset` of the view.
+// Calls f with packs of what this state's type, order and alignment make possible.
 template <int Width, int Columns, typename F>
 __device__ __forceinline__ void with_packs(TilePlace p, const gdelta_state_view &view, int64_t offset, int dim_k,
                                            int dim_v, F f) {
     with_dtype(view.dtype, [&](auto *type) {
         using T = std::remove_pointer_t<decltype(type)>;
-        T *state = static_cast<T *>(view.data) + offset;
         bool vk = view.order == GDELTA_STATE_VK;
-        int step_k = vk ? 1 : dim_v, step_v = vk ? dim_k : 1, run = vk ? 4 : Columns;
-        T *at = state + 4 * p.lane_k * step_k + p.column * step_v;
-        int rows = dim_k - 4 * p.lane_k, columns = dim_v - p.column;
-        bool wide = (vk ? dim_k : dim_v) % run == 0 && reinterpret_cast<uintptr_t>(state) % (run * sizeof(T)) == 0;
-        if (!wide) {
-            f(LanePacks<false, 1, Width, Columns, T>{at, step_k, step_v, rows, columns});
+        int run = vk ? 4 : Columns;
+        uintptr_t state = reinterpret_cast<uintptr_t>(static_cast<T *>(view.data) + offset);
+        if ((vk ? dim_k : dim_v) % run != 0 || state % (run * sizeof(T)) != 0) {
+            f(LanePacks<false, 1, Width, Columns, T>::of(p, view, offset, dim_k, dim_v));
         } else if (vk) {
-            f(LanePacks<true, 4, Width, Columns, T>{at, step_k, step_v, rows, columns});
+            f(LanePacks<true, 4, Width, Columns, T>::of(p, view, offset, dim_k, dim_v));
         } else {
-            f(LanePacks<false, Columns, Width, Columns, T>{at, step_k, step_v, rows, columns});
+            f(LanePacks<false, Columns, Width, Columns, T>::of(p, view, offset, dim_k, dim_v));
         }
     });
 }
 
-// Outside K x V a load gives 0 and a store writes nothing.
+// Outside K x V a load gives 0 and a store writes nothing. Within load_state first all loads, then all conversions:
+// else each group of rows waits for its own memory latency. (Measured on an H200, step B = 128, HV = 64: the waits were
+// 37% of all samples.)
 template <int Width, int Columns>
 __device__ __forceinline__ void load_state(Tile<Width, Columns> &s, TilePlace p, const gdelta_state_view &view,
                                            int64_t offset, int dim_k, int dim_v) {
@@ -184,6 +213,22 @@ template <int Columns>
 __device__ __forceinline__ void store_columns(float *row, TilePlace p, int first_column, const float (&x)[Columns]) {
 #pragma unroll
     for (int c = 0; c < Columns; ++c) row[p.column - first_column + c] = x[c];
+}
+
+// 8 numbers summed over the 8 lanes along K: lane_k gets number lane_k. 7 shuffles; each sum takes the lanes in the
+// order of sum_lanes<28>.
+__device__ __forceinline__ float sum_rows(const float (&x)[8], TilePlace p) {
+    bool high = p.lane_k & 4, middle = p.lane_k & 2, odd = p.lane_k & 1;
+    float a[4], b[2];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        a[i] = (high ? x[4 + i] : x[i]) + __shfl_xor_sync(0xffffffffu, high ? x[i] : x[4 + i], 16);
+    }
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        b[i] = (middle ? a[2 + i] : a[i]) + __shfl_xor_sync(0xffffffffu, middle ? a[i] : a[2 + i], 8);
+    }
+    return (odd ? b[1] : b[0]) + __shfl_xor_sync(0xffffffffu, odd ? b[0] : b[1], 4);
 }
 
 // 4 rows summed over the 4 lanes along V: lane_v gets row lane_v, so that lane 4 lane_k + lane_v holds element

@@ -20,6 +20,23 @@ struct GateParameters {
     float bias;  // dt_bias
 };
 
+// The same on their way from memory, where nothing may wait for them yet.
+struct GateBits {
+    uint32_t a_log, dt_bias;
+
+    __device__ __forceinline__ void load(const gdelta_inputs &in, int head) {
+        if (in.a_log.data) a_log = load_bits(in.a_log.data, in.a_log.dtype, head * in.a_log.head);
+        if (in.dt_bias.data) dt_bias = load_bits(in.dt_bias.data, in.dt_bias.dtype, head * in.dt_bias.head);
+    }
+
+    __device__ __forceinline__ GateParameters parameters(const gdelta_inputs &in) const {
+        GateParameters p = {0.0f, 0.0f};
+        if (in.a_log.data) p.a = expf(bits_to_float(a_log, in.a_log.dtype));
+        if (in.dt_bias.data) p.bias = bits_to_float(dt_bias, in.dt_bias.dtype);
+        return p;
+    }
+};
+
 __device__ __forceinline__ GateParameters load_gate_parameters(const gdelta_inputs &in, int head) {
     GateParameters p = {0.0f, 0.0f};
     if (in.a_log.data) p.a = expf(load_element(in.a_log.data, in.a_log.dtype, head * in.a_log.head));

@@ -6,16 +6,27 @@
 
 namespace gdelta {
 
-// One warp, one row: x[i] holds element lane + 32 i. Correctly rounded operations, so that no arch differs.
+// Correctly rounded operations, so that no arch differs.
+__device__ __forceinline__ float norm_of(const gdelta_shape &shape, float sum) {
+    if (shape.l2norm == GDELTA_L2NORM_NONE) return 1.0f;
+    float eps = static_cast<float>(shape.l2norm_eps);
+    sum = shape.l2norm == GDELTA_L2NORM_ADD_EPS ? sum + eps : fmaxf(sum, eps);
+    return __frcp_rn(__fsqrt_rn(sum));
+}
+
+template <int N>
+__device__ __forceinline__ float square_sum(const float (&x)[N]) {
+    float sum = 0.0f;
+#pragma unroll
+    for (int i = 0; i < N; ++i) sum = fmaf(x[i], x[i], sum);
+    return sum;
+}
+
+// One warp, one row: x[i] holds element lane + 32 i.
 template <int N>
 __device__ __forceinline__ float row_norm(const gdelta_shape &shape, const float (&x)[N]) {
     if (shape.l2norm == GDELTA_L2NORM_NONE) return 1.0f;
-    float sum = 0.0f, eps = static_cast<float>(shape.l2norm_eps);
-#pragma unroll
-    for (int i = 0; i < N; ++i) sum = fmaf(x[i], x[i], sum);
-    sum = sum_lanes<31>(sum);
-    sum = shape.l2norm == GDELTA_L2NORM_ADD_EPS ? sum + eps : fmaxf(sum, eps);
-    return __frcp_rn(__fsqrt_rn(sum));
+    return norm_of(shape, sum_lanes<31>(square_sum(x)));
 }
 
 // dy becomes dx; r is the row's norm factor.

@@ -113,14 +113,19 @@ struct Job {
     GateParameters gate;
 };
 
-__device__ __forceinline__ void find_job(const gdelta_shape &shape, const gdelta_inputs &in, const Sequence &s,
-                                         int head, Job &job) {
+__device__ __forceinline__ void find_rows(const gdelta_shape &shape, const gdelta_inputs &in, const Sequence &s,
+                                          int head, Job &job) {
     job.sequence = s;
     job.q = first_of(in.q, s, head_of(shape, head, shape.heads_q));
     job.k = first_of(in.k, s, head_of(shape, head, shape.heads_k));
     job.v = first_of(in.v, s, head_of(shape, head, shape.heads_v));
     job.g = first_of(in.g, s, head);
     job.beta = first_of(in.beta, s, head);
+}
+
+__device__ __forceinline__ void find_job(const gdelta_shape &shape, const gdelta_inputs &in, const Sequence &s,
+                                         int head, Job &job) {
+    find_rows(shape, in, s, head, job);
     job.gate = load_gate_parameters(in, head);
 }
 
