@@ -20,6 +20,7 @@ typedef struct bench_case {
     bool on_cpu; /* the CPU reference instead of an engine */
     int32_t hq, hv, k, v;
     gdelta_dtype dtype, state_dtype;
+    gdelta_state_order state_order;
     int sequences;
     int64_t length[kMaxSequences]; /* step: one entry, the tokens of each of `sequences` */
     bench_gate gate;

@@ -17,6 +17,7 @@ static void usage(FILE *out) {
         "  --hq N --hv N --k N --v N        heads and dims, default 16 32 128 128\n"
         "  --dtype bf16|fp16|fp32           of q k v o, default bf16\n"
         "  --state-dtype fp32|bf16|fp16     default fp32\n"
+        "  --state-order kv|vk              default kv\n"
         "  --seqlens 4x8192 | 100,200,300   equal lengths run as BSHD, others packed; default 1x8192\n"
         "  --batch N --tokens N             of a step, default 128 and 1\n"
         "  --gate zero|weak|mild|strong     default mild, logsigmoid(N(0,1)) / 16\n"
@@ -61,6 +62,7 @@ static int number(const char *option, const char *value, int least, int most) {
 static const char *const operations[] = {"forward", "backward", "step", "all", NULL};
 static const char *const engines[] = {"auto", "recurrent", "hopper", "reference", NULL};
 static const char *const dtypes[] = {"default", "bf16", "fp16", "fp32", NULL};
+static const char *const orders[] = {"kv", "vk", NULL};
 static const char *const gates[] = {"zero", "weak", "mild", "strong", NULL};
 
 static void describe_lengths(const bench_case *c, char *text, size_t size) {
@@ -145,8 +147,9 @@ static void json_case(FILE *out, const bench_case *c, const bench_result *r, boo
     fprintf(out, "%s\n  {\"op\": \"%s\", \"hq\": %d, \"hv\": %d, \"k\": %d, \"v\": %d, \"dtype\": \"%s\", ",
             first ? "" : ",", operations[c->operation], (int)c->hq, (int)c->hv, (int)c->k, (int)c->v, dtypes[c->dtype]);
     fprintf(out,
-            "\"state_dtype\": \"%s\", \"gate\": \"%s\", \"sequences\": %d, \"rows\": %" PRId64 ", \"plan\": \"%s\", ",
-            dtypes[c->state_dtype], gates[c->gate], c->sequences, case_rows(c), r->plan);
+            "\"state_dtype\": \"%s\", \"state_order\": \"%s\", \"gate\": \"%s\", \"sequences\": %d, \"rows\": %" PRId64
+            ", \"plan\": \"%s\", ",
+            dtypes[c->state_dtype], orders[c->state_order], gates[c->gate], c->sequences, case_rows(c), r->plan);
     fprintf(out, "\"us\": %.3f, \"p10\": %.3f, \"p90\": %.3f, \"repeats\": %d, \"calls\": %d, ", r->median, r->p10,
             r->p90, r->repeats, r->calls);
     if (r->host > 0) fprintf(out, "\"host_us\": %.3f, ", r->host);
@@ -191,11 +194,13 @@ static options parse(int count, char **arguments) {
                  .batch = 128,
                  .tokens = 1};
     static const struct option known[] = {
-        {"op", 1, NULL, 'o'},      {"engine", 1, NULL, 'e'}, {"hq", 1, NULL, 'q'},      {"hv", 1, NULL, 'h'},
-        {"k", 1, NULL, 'k'},       {"v", 1, NULL, 'v'},      {"dtype", 1, NULL, 'd'},   {"state-dtype", 1, NULL, 's'},
-        {"seqlens", 1, NULL, 'l'}, {"batch", 1, NULL, 'b'},  {"tokens", 1, NULL, 't'},  {"gate", 1, NULL, 'g'},
-        {"suite", 1, NULL, 'S'},   {"check", 0, NULL, 'c'},  {"repeats", 1, NULL, 'r'}, {"json", 1, NULL, 'j'},
-        {"help", 0, NULL, '?'},    {NULL, 0, NULL, 0}};
+        {"op", 1, NULL, 'o'},    {"engine", 1, NULL, 'e'},      {"hq", 1, NULL, 'q'},
+        {"hv", 1, NULL, 'h'},    {"k", 1, NULL, 'k'},           {"v", 1, NULL, 'v'},
+        {"dtype", 1, NULL, 'd'}, {"state-dtype", 1, NULL, 's'}, {"seqlens", 1, NULL, 'l'},
+        {"batch", 1, NULL, 'b'}, {"tokens", 1, NULL, 't'},      {"gate", 1, NULL, 'g'},
+        {"suite", 1, NULL, 'S'}, {"check", 0, NULL, 'c'},       {"repeats", 1, NULL, 'r'},
+        {"json", 1, NULL, 'j'},  {"state-order", 1, NULL, 'O'}, {"help", 0, NULL, '?'},
+        {NULL, 0, NULL, 0}};
     opterr = 0;
     int c;
     while ((c = getopt_long(count, arguments, "", known, NULL)) != -1) {
@@ -228,6 +233,9 @@ static options parse(int count, char **arguments) {
             case 's':
                 o.base.state_dtype = choose("unknown --state-dtype", optarg, dtypes);
                 o.named |= kNamedState;
+                break;
+            case 'O':
+                o.base.state_order = choose("unknown --state-order", optarg, orders);
                 break;
             case 'l':
                 if (!case_parse_lengths(&o.base, optarg)) die("bad --seqlens", optarg);

@@ -240,6 +240,7 @@ static gdelta_problem problem_of(const bench_case *c) {
         .dim_v = c->v,
         .dtype = c->dtype,
         .state_dtype = c->state_dtype,
+        .state_order = c->state_order,
         .l2norm = GDELTA_L2NORM_ADD_EPS,
         .save_mode = c->operation == GDELTA_OPERATION_BACKWARD ? GDELTA_SAVE_STATES : GDELTA_SAVE_COMPACT,
     };

@@ -29,9 +29,9 @@ enum {
      * K = 128. */
     kRecurrentLanesV = 4,
 
-    /* Forward and step: a block has 64 columns of V, so that V = 128 gives two blocks a head; 4 columns a lane, 8 where
-     * a step's states have 16 bits, 16 bytes either way. */
+    /* Forward and step: a block has 64 columns of V, so that V = 128 gives two blocks a head; 4 columns a lane. */
     kForwardLaneColumns = 4,
+    kForwardWarpColumns = kRecurrentLanesV * kForwardLaneColumns,
     kForwardColumns = 64,
     /* Rows of q, k, v staged in shared memory at a time, two buffers. */
     kForwardStage = 8,

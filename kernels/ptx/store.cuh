@@ -36,21 +36,13 @@ __device__ __forceinline__ uint4 ld_shared(uint32_t at) {
     return x;
 }
 
-// cp.async: `bytes` of device memory to shared memory without a register; zeros where there is nothing to read. Both
-// addresses are aligned to the size. A thread that has waited sees its own copies.
-template <int Bytes>
+// cp.async: 16 bytes of device memory to shared memory without a register; zeros where there is nothing to read. Both
+// addresses are aligned to 16. A thread that has waited sees its own copies.
 __device__ __forceinline__ void copy_async(void *shared, const void *global, bool inside) {
-    static_assert(Bytes == 8 || Bytes == 16, "one access");
-    uint32_t to = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
-    if constexpr (Bytes == 16) {
-        asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(__cvta_generic_to_global(global)),
-                     "r"(inside ? 16 : 0)
-                     : "memory");
-    } else {
-        asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(to), "l"(__cvta_generic_to_global(global)),
-                     "r"(inside ? 8 : 0)
-                     : "memory");
-    }
+    asm volatile(
+        "cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(static_cast<uint32_t>(__cvta_generic_to_shared(shared))),
+        "l"(__cvta_generic_to_global(global)), "r"(inside ? 16 : 0)
+        : "memory");
 }
 
 __device__ __forceinline__ void wait_copies() {

@@ -66,9 +66,9 @@ __global__ void __launch_bounds__(2 * kForwardColumns, Width <= 128 ? 3 : 1)
     const gdelta_forward_call &step = call.step;
     const gdelta_shape &shape = step.shape;
     wait_for_grids();
-    BlockPlace block = block_place(shape, tiles, kForwardLaneColumns);
+    BlockPlace block = block_place(shape, tiles);
     Job early;
-    Forward<Width, kForwardLaneColumns> f = {step, at, block.head, block.first_column};
+    Forward<Width> f = {step, at, block.head, block.first_column};
     find_rows(shape, step.in, find_sequence(shape, step.in, step.final, block.n, f.head, block.reporter), f.head,
               early);
     early.o = first_of(step.o, early.sequence, f.head);
@@ -87,6 +87,7 @@ __global__ void __launch_bounds__(2 * kForwardColumns, Width <= 128 ? 3 : 1)
     }
     Tile<Width, kForwardLaneColumns> s;
     f.stage_rows(early, rows, length, [&] { load_initial(s, p, step.in, shape, early.sequence.initial); });
+    __syncthreads();
     if (call.record.u.data) draft.record_keys(rows, length);
 #pragma unroll 1
     for (int t = 0; t < length; ++t) {
@@ -127,7 +128,7 @@ __global__ void __launch_bounds__(2 * kForwardColumns, Width <= 128 ? 4 : 1)
     __shared__ TokenSet path;
     const gdelta_shape &shape = call.shape;
     wait_for_grids();
-    BlockPlace block = block_place(shape, tiles, kForwardLaneColumns);
+    BlockPlace block = block_place(shape, tiles);
     int head = block.head, first_column = block.first_column;
     if (threadIdx.x == 0) {
         bool reporter = block.reporter;
@@ -165,7 +166,7 @@ __global__ void __launch_bounds__(2 * kForwardColumns, Width <= 128 ? 4 : 1)
 template <int Width, typename Call>
 static int launch(void (*kernel)(Call, unsigned), const gdelta_shape &shape, const Call &call, gdelta_stream stream) {
     size_t bytes = static_cast<size_t>(shape.tokens) * sizeof(StagedRow<Width>);
-    Launch launch(shape, kForwardColumns, kForwardLaneColumns, bytes, stream);
+    Launch launch(shape, kForwardColumns, bytes, stream);
     return cudaLaunchKernelEx(&launch.config, kernel, call, launch.tiles);
 }
 

@@ -16,16 +16,14 @@
 // side whatever the order. The state comes by cp.async into shared memory, each lane's packs to places of its own: on
 // its way it needs no registers, which would spill beside the rows, and no barrier. Dynamic shared memory: T rows, then
 // the packs.
+#include "kernels/recurrent/block.cuh"
 #include "kernels/recurrent/forward.cuh"
 
 namespace gdelta {
 
-template <int Width>
-using LongForward = Forward<Width, kForwardLaneColumns>;
-
 // The state after `tokens` tokens, a positive multiple of kRecurrentSegment, for backward and for the caller.
 template <int Width>
-__device__ __forceinline__ void keep_state(const LongForward<Width> &f, Tile<Width, LongForward<Width>::kColumns> &s,
+__device__ __forceinline__ void keep_state(const Forward<Width> &f, Tile<Width, Forward<Width>::kColumns> &s,
                                            TilePlace p, int64_t tokens, const gdelta_recurrent_work &work) {
     const gdelta_shape &shape = f.call.shape;
     if (work.checkpoints && tokens < f.at.sequence.length) {
@@ -45,8 +43,8 @@ __device__ __forceinline__ void keep_state(const LongForward<Width> &f, Tile<Wid
 
 // Whole sequences. While a stage is worked on, the next is fetched.
 template <int Width>
-__device__ __forceinline__ void run_long(const LongForward<Width> &f, Tile<Width, LongForward<Width>::kColumns> &s,
-                                         TilePlace p, StagedRow<Width> (&rows)[2 * kForwardStage],
+__device__ __forceinline__ void run_long(const Forward<Width> &f, Tile<Width, Forward<Width>::kColumns> &s, TilePlace p,
+                                         StagedRow<Width> (&rows)[2 * kForwardStage],
                                          const gdelta_recurrent_work &work) {
     int warp = threadIdx.x / 32, warps = blockDim.x / 32;
     int64_t length = f.at.sequence.length;
@@ -86,8 +84,8 @@ __global__ void __launch_bounds__(2 * kForwardColumns, Width <= 128 ? 3 : 1)
     wait_for_grids();
     if (is_malformed(work.malformed)) return;
 
-    BlockPlace block = block_place(shape, tiles, LongForward<Width>::kColumns);
-    LongForward<Width> f = {call, at, block.head, block.first_column};
+    BlockPlace block = block_place(shape, tiles);
+    Forward<Width> f = {call, at, block.head, block.first_column};
     if (threadIdx.x == 0) {
         Sequence sequence = find_sequence(shape, call.in, call.final, block.n, f.head, block.reporter);
         find_job(shape, call.in, sequence, f.head, at);
@@ -100,7 +98,7 @@ __global__ void __launch_bounds__(2 * kForwardColumns, Width <= 128 ? 3 : 1)
         for (int64_t t = 0; t < at.sequence.length; ++t) f.write_o(p, t, 0.0f);
         return;
     }
-    Tile<Width, LongForward<Width>::kColumns> s;
+    Tile<Width, Forward<Width>::kColumns> s;
     load_initial(s, p, call.in, shape, at.sequence.initial);
     run_long(f, s, p, rows, work);
     if (f.at.sequence.final >= 0) store_state(s, p, call.final, f.at.sequence.final, shape.dim_k, shape.dim_v);
@@ -108,76 +106,72 @@ __global__ void __launch_bounds__(2 * kForwardColumns, Width <= 128 ? 3 : 1)
 
 // ---- At most 16 tokens ----
 
-// Warps of 4 or 8 columns a lane: 4 or 2 in a block of 64 columns. Blocks an SM: what the registers of the state leave
-// (6 of 8 columns at Width 128: 12 bytes of spills).
-template <int Width, typename T>
-struct StepShape {
-    static constexpr int kColumns = sizeof(T) == 2 && Width <= 128 ? 8 : 4;
-    static constexpr int kThreads = kForwardColumns / (kRecurrentLanesV * kColumns) * 32;
-    static constexpr int kBlocks = Width > 128 ? 1 : kColumns == 8 ? (Width == 64 ? 8 : 4) : (Width == 64 ? 6 : 4);
-};
+template <int Width>
+constexpr int kStepBlocks = Width == 64    ? 5
+                            : Width == 128 ? 4
+                                           : 1;  // an SM
 
-// T and Vk: type and order of all states there are. Their packs are aligned.
+// T and Vk: type and order of all states there are. They lie in whole chunks of 16 bytes.
 template <int Width, typename T, bool Vk>
-__global__ void __launch_bounds__(StepShape<Width, T>::kThreads, StepShape<Width, T>::kBlocks)
+__global__ void __launch_bounds__(2 * kForwardColumns, kStepBlocks<Width>)
     recurrent_step(const __grid_constant__ gdelta_forward_call call, const int32_t *malformed, unsigned tiles) {
-    constexpr int kColumns = StepShape<Width, T>::kColumns;
-    extern __shared__ __align__(16) unsigned char shared[];
+    extern __shared__ __align__(128) unsigned char shared[];
     __shared__ Job at;
-    auto *rows = reinterpret_cast<StagedRow<Width> *>(shared);
     const gdelta_shape &shape = call.shape;
     wait_for_grids();
     if (is_malformed(malformed)) return;
 
-    BlockPlace block = block_place(shape, tiles, kColumns);
+    BlockPlace block = block_place(shape, tiles);
     Job early;
-    Forward<Width, kColumns> f = {call, at, block.head, block.first_column};
-    find_rows(shape, call.in, find_sequence(shape, call.in, call.final, block.n, f.head, block.reporter), f.head,
-              early);
-    early.o = first_of(call.o, early.sequence, f.head);
-    if (threadIdx.x == 0) at = early;
+    Forward<Width> f = {call, at, block.head, block.first_column};
+    Sequence sequence = find_sequence(shape, call.in, call.final, block.n, f.head, block.reporter);
+    using State = StateBlock<Width, T, Vk>;
+    bool has_initial = !sequence.skip && sequence.initial >= 0;
+    State initial(shared, call.in.initial, sequence.initial, f.first_column, shape.dim_k, shape.dim_v);
+    if (has_initial) initial.fetch();
+    int length = static_cast<int>(sequence.length), warp = static_cast<int>(threadIdx.x / 32);
+    if (warp == 0 || warp < length) find_rows(shape, call.in, sequence, f.head, early);
+    if (threadIdx.x == 0) {
+        at = early;
+        at.o = first_of(call.o, sequence, f.head);
+    }
 
-    TilePlace p = tile_place<kColumns>(f.first_column);
-    int length = static_cast<int>(early.sequence.length);
-    if (early.sequence.skip) {
+    TilePlace p = tile_place<f.kColumns>(f.first_column);
+    if (sequence.skip) {
         __syncthreads();
         for (int t = 0; t < length; ++t) f.write_o(p, t, 0.0f);
         return;
     }
-    using Packs = LanePacks<Vk, Vk ? 4 : kColumns, Width, kColumns, T>;
-    bool has_initial = early.sequence.initial >= 0;
-    void *raw = rows + shape.tokens;
-    f.stage_rows(early, rows, length, [&] {
-        if (!has_initial) return;
-        Packs::of(p, call.in.initial, early.sequence.initial, shape.dim_k, shape.dim_v).fetch(raw);
-    });
-    Tile<Width, kColumns> s;
+    auto *rows = reinterpret_cast<StagedRow<Width> *>(shared + State::bytes(blockDim.x));
+    f.stage_rows(early, rows, length, [] {});
+    wait_copies();
+    __syncthreads();
+    Tile<Width, f.kColumns> s;
     if (has_initial) {
-        wait_copies();
-        Packs().take(raw, s);
+        initial.take(p, f.first_column, s);
     } else {
         clear_tile(s);
     }
 #pragma unroll 1
     for (int t = 0; t < length; ++t) f.token(s, p, rows[t], t);
     if (at.sequence.final < 0) return;
-    p.lane_k = opaque(p.lane_k), p.column = opaque(p.column);  // else the tokens' loop keeps this address: spills
-    Packs::of(p, call.final, at.sequence.final, shape.dim_k, shape.dim_v).store(s);
+    p.lane_k = opaque(p.lane_k), p.column = opaque(p.column);  // else the tokens' loop keeps these addresses: spills
+    State(shared, call.final, at.sequence.final, f.first_column, shape.dim_k, shape.dim_v).store(p, f.first_column, s);
 }
 
-// Whether a lane's packs of 4 rows, or of kColumns columns, are where one access can take them.
-template <int Width, typename T>
-static bool has_packs(const gdelta_state_view &view, const gdelta_shape &shape) {
-    bool vk = view.order == GDELTA_STATE_VK;
-    int64_t run = vk ? 4 : StepShape<Width, T>::kColumns, along = vk ? shape.dim_k : shape.dim_v;
-    bool aligned = reinterpret_cast<uintptr_t>(view.data) % (run * sizeof(T)) == 0;
-    return !view.data || (aligned && along % run == 0 && view.slot % run == 0 && view.head % run == 0);
+// Whether the state lies in whole chunks of 16 bytes.
+template <typename T>
+static bool has_chunks(const gdelta_state_view &view, const gdelta_shape &shape) {
+    constexpr int kChunk = 16 / sizeof(T);
+    int64_t row = view.order == GDELTA_STATE_VK ? shape.dim_k : shape.dim_v;
+    bool aligned = reinterpret_cast<uintptr_t>(view.data) % 16 == 0;
+    return !view.data || (aligned && row % kChunk == 0 && view.slot % kChunk == 0 && view.head % kChunk == 0);
 }
 
 template <int Width>
 static cudaError_t launch_long(const gdelta_forward_call &call, const gdelta_recurrent_work &work,
                                gdelta_stream stream) {
-    Launch launch(call.shape, kForwardColumns, LongForward<Width>::kColumns, 0, stream);
+    Launch launch(call.shape, kForwardColumns, 0, stream);
     return cudaLaunchKernelEx(&launch.config, recurrent_forward<Width>, call, work, launch.tiles);
 }
 
@@ -186,25 +180,20 @@ static cudaError_t launch_step(const gdelta_forward_call &call, const gdelta_rec
                                gdelta_stream stream) {
     const gdelta_shape &shape = call.shape;
     int columns = shape.sequences * shape.heads_o < kStepManyHeads ? kForwardColumns / 2 : kForwardColumns;
-    Launch launch(shape, columns, StepShape<Width, T>::kColumns, 0, stream);
-    launch.config.dynamicSmemBytes = static_cast<size_t>(shape.tokens) * sizeof(StagedRow<Width>) +
-                                     launch.config.blockDim.x * (Width / 8 * StepShape<Width, T>::kColumns * sizeof(T));
+    Launch launch(shape, columns, static_cast<size_t>(shape.tokens) * sizeof(StagedRow<Width>), stream);
     bool vk = (call.in.initial.data ? call.in.initial : call.final).order == GDELTA_STATE_VK;
     auto *kernel = vk ? recurrent_step<Width, T, true> : recurrent_step<Width, T, false>;
-    if (launch.config.dynamicSmemBytes > kStepMostShared) return launch_long<Width>(call, work, stream);
-    if (launch.config.dynamicSmemBytes > 48 * 1024) {  // what a kernel has without being asked
-        cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                                 static_cast<int>(launch.config.dynamicSmemBytes));
+    size_t &bytes = launch.config.dynamicSmemBytes;
+    bytes += StateBlock<Width, T, false>::bytes(launch.config.blockDim.x);
+    if (bytes > kStepMostShared || !has_chunks<T>(call.in.initial, shape) || !has_chunks<T>(call.final, shape)) {
+        return launch_long<Width>(call, work, stream);
+    }
+    if (bytes > 48 * 1024) {  // what a kernel has without being asked
+        cudaError_t error =
+            cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes));
         if (error != cudaSuccess) return error;
     }
     return cudaLaunchKernelEx(&launch.config, kernel, call, work.malformed, launch.tiles);
-}
-
-template <int Width, typename T>
-static cudaError_t launch_typed(const gdelta_forward_call &call, const gdelta_recurrent_work &work,
-                                gdelta_stream stream) {
-    bool packs = has_packs<Width, T>(call.in.initial, call.shape) && has_packs<Width, T>(call.final, call.shape);
-    return packs ? launch_step<Width, T>(call, work, stream) : launch_long<Width>(call, work, stream);
 }
 
 template <int Width>
@@ -214,9 +203,9 @@ static cudaError_t launch_forward(const gdelta_forward_call &call, const gdelta_
     gdelta_dtype dtype = initial.data ? initial.dtype : final.data ? final.dtype : GDELTA_DTYPE_FP32;
     bool one_type = !final.data || final.dtype == dtype;
     if (call.shape.tokens > 2 * kForwardStage || !one_type) return launch_long<Width>(call, work, stream);
-    if (dtype == GDELTA_DTYPE_BF16) return launch_typed<Width, __nv_bfloat16>(call, work, stream);
-    if (dtype == GDELTA_DTYPE_FP16) return launch_typed<Width, __half>(call, work, stream);
-    return launch_typed<Width, float>(call, work, stream);
+    if (dtype == GDELTA_DTYPE_BF16) return launch_step<Width, __nv_bfloat16>(call, work, stream);
+    if (dtype == GDELTA_DTYPE_FP16) return launch_step<Width, __half>(call, work, stream);
+    return launch_step<Width, float>(call, work, stream);
 }
 
 }  // namespace gdelta

@@ -45,9 +45,9 @@ __device__ __forceinline__ void update_tile(Tile<Width, Columns> &s, TilePlace p
     }
 }
 
-template <int Width, int Columns>
+template <int Width>
 struct Forward {
-    static constexpr int kColumns = Columns;
+    static constexpr int kColumns = kForwardLaneColumns;
     const gdelta_forward_call &call;
     const Job &at;
     int head, first_column;
@@ -88,8 +88,9 @@ struct Forward {
         }
     }
 
-    // All rows of at most 2 * kForwardStage. Loads first, by `early`, what this thread found out itself; `between` runs
-    // while they are on their way. From then on all that is not needed at once stands in shared memory.
+    // All rows of at most 2 * kForwardStage; a barrier must follow. Loads first, by `early`, what this thread found out
+    // itself; `between` runs while they are on their way. From then on all that is not needed at once stands in shared
+    // memory.
     template <typename F>
     __device__ __forceinline__ void stage_rows(const Job &early, StagedRow<Width> *rows, int length, F between) const {
         constexpr int kAhead = Width <= 128 ? 2 : 1;
@@ -110,14 +111,13 @@ struct Forward {
                 if (t < length) store(ahead[i], rows[t], gate.parameters(call.in));
             }
         }
-        __syncthreads();
     }
 
-    // A row over V from element `offset` on: each lane has the number of its own column, lane_k % Columns. 4 * Columns
-    // columns side by side in one instruction, by the lanes that end with S^T q.
+    // A row over V from element `offset` on: each lane has the number of its own column, lane_k % 4. 16 columns side by
+    // side in one instruction, by the lanes that end with S^T q.
     __device__ __forceinline__ void write(const gdelta_view &view, int64_t offset, TilePlace p, float x) const {
-        int column = p.column + p.lane_k % Columns;
-        if (p.lane_k < 8 - Columns || column >= call.shape.dim_v) return;
+        int column = p.column + p.lane_k % kColumns;
+        if (p.lane_k < kColumns || column >= call.shape.dim_v) return;
         store_element(view.data, view.dtype, offset + column, x);
     }
 
@@ -126,11 +126,10 @@ struct Forward {
     }
 
     // One token: S and o. Returns u of the lane's own column.
-    __device__ __forceinline__ float token(Tile<Width, Columns> &s, TilePlace p, const StagedRow<Width> &row,
+    __device__ __forceinline__ float token(Tile<Width, kColumns> &s, TilePlace p, const StagedRow<Width> &row,
                                            int64_t t) const {
-        static_assert(Columns == 4 || Columns == 8, "8 sums at a time");
-        float sums[2 * Columns / 8][8] = {}, *sk = sums[0], *sq = sums[0] + Columns;
-        float v = row.v[p.column - first_column + p.lane_k % Columns];
+        float sums[2 * kColumns] = {}, *sk = sums, *sq = sums + kColumns;
+        float v = row.v[p.column - first_column + p.lane_k % kColumns];
         float e = row.decay, beta = row.beta, kq = row.kq, scale = static_cast<float>(call.shape.scale);
 #pragma unroll
         for (int i = 0; i < s.kGroups; ++i) {
@@ -140,20 +139,19 @@ struct Forward {
 #pragma unroll
             for (int j = 0; j < 4; ++j)
 #pragma unroll
-                for (int c = 0; c < Columns; ++c) {
+                for (int c = 0; c < kColumns; ++c) {
                     sk[c] = fmaf(s.x[i][j][c], k[j], sk[c]);
                     sq[c] = fmaf(s.x[i][j][c], q[j], sq[c]);
                 }
         }
-        // 4 columns: lanes below 16 get S^T k, the others S^T q.
-        float sum_k = sum_rows(sums[0], p), sum_q = Columns == 4 ? sum_k : sum_rows(sums[2 * Columns / 8 - 1], p);
-        float mine = beta * fmaf(-e, sum_k, v), u[Columns];
+        float sum = sum_rows(sums, p);  // lanes below 16 get S^T k, the others S^T q
+        float mine = beta * fmaf(-e, sum, v), u[kColumns];
         int lane_v = opaque(p.lane_v);  // else the loop over the tokens keeps a register for each lane
 #pragma unroll
-        for (int c = 0; c < Columns; ++c) u[c] = __shfl_sync(0xffffffffu, mine, kRecurrentLanesV * c + lane_v);
-        if (Columns == 4) mine = __shfl_sync(0xffffffffu, mine, threadIdx.x % 16);
+        for (int c = 0; c < kColumns; ++c) u[c] = __shfl_sync(0xffffffffu, mine, kRecurrentLanesV * c + lane_v);
+        mine = __shfl_sync(0xffffffffu, mine, threadIdx.x % 16);
         update_tile(s, p, row.k, u, e);
-        write_o(p, t, scale * fmaf(e, sum_q, mine * kq));
+        write_o(p, t, scale * fmaf(e, sum, mine * kq));
         return mine;
     }
 };
@@ -176,14 +174,14 @@ struct BlockPlace {
 };
 
 // One division before the sequence is known, for its slot is what the state waits for.
-__device__ __forceinline__ BlockPlace block_place(const gdelta_shape &shape, unsigned tiles, int lane_columns) {
+__device__ __forceinline__ BlockPlace block_place(const gdelta_shape &shape, unsigned tiles) {
     unsigned heads = static_cast<unsigned>(shape.heads_o), n = blockIdx.x / (heads * tiles);
     unsigned rest = blockIdx.x - n * (heads * tiles), head = rest / tiles, tile = rest - head * tiles;
-    int columns = static_cast<int>(blockDim.x / 32) * kRecurrentLanesV * lane_columns;
+    int columns = static_cast<int>(blockDim.x / 32) * kForwardWarpColumns;
     return {n, static_cast<int>(head), static_cast<int>(tile) * columns, rest == 0 && threadIdx.x == 0};
 }
 
-// One block to each sequence, output head and tile of V: of at most `columns` columns, `lane_columns` of them a lane.
+// One block to each sequence, output head and tile of V, of at most `columns` columns.
 // The launch may begin before the grid in front of it in the stream has ended (programmatic dependent launch, sm_90):
 // its kernel begins with wait_for_grids, and what a launch takes is hidden.
 struct Launch {
@@ -191,11 +189,12 @@ struct Launch {
     cudaLaunchAttribute attribute = {};
     unsigned tiles;
 
-    Launch(const gdelta_shape &shape, int columns, int lane_columns, size_t shared_bytes, gdelta_stream stream) {
-        int warp_columns = kRecurrentLanesV * lane_columns;
+    Launch(const gdelta_shape &shape, int columns, size_t shared_bytes, gdelta_stream stream) {
         if (columns > shape.dim_v) columns = shape.dim_v;
-        int warps = (columns + warp_columns - 1) / warp_columns;
-        tiles = static_cast<unsigned>((shape.dim_v + warps * warp_columns - 1) / (warps * warp_columns));
+        int warps = 1;  // a power of two
+        while (warps * kForwardWarpColumns < columns) warps *= 2;
+        columns = warps * kForwardWarpColumns;
+        tiles = static_cast<unsigned>((shape.dim_v + columns - 1) / columns);
         config.gridDim = static_cast<unsigned>(shape.sequences * shape.heads_o) * tiles;
         config.blockDim = static_cast<unsigned>(32 * warps);
         config.dynamicSmemBytes = shared_bytes;

@@ -104,27 +104,6 @@ struct LanePacks {
                 for (int c = 0; c < kColumns; ++c) f(i, j, c);
     }
 
-    // A thread's packs in shared memory, one after another: those of neighbours side by side.
-    static constexpr int kPacks = Width / 32 * kRows * kColumns;
-    static __device__ __forceinline__ Pack<T, N> *own(void *shared, int i, int j, int c) {
-        int number = (i * kRows + j) * kColumns + c;
-        return static_cast<Pack<T, N> *>(shared) + number * static_cast<int>(blockDim.x) + threadIdx.x;
-    }
-
-    // All on their way there, and, once they have been waited for, into registers.
-    __device__ __forceinline__ void fetch(void *shared) {
-        for_packs(
-            [&](int i, int j, int c) { copy_async<sizeof(Pack<T, N>)>(own(shared, i, j, c), pack(c), inside(c)); });
-    }
-
-    __device__ __forceinline__ void take(void *shared, Tile<Width, Columns> &s) {
-        for_packs([&](int i, int j, int c) {
-            Pack<T, N> in = *own(shared, i, j, c);
-#pragma unroll
-            for (int n = 0; n < N; ++n) element(s, i, j, c, n) = to_float(in.x[n]);
-        });
-    }
-
     // First all loads, then all conversions: else each group of rows waits for its own memory latency. (Measured on an
     // H200, step B = 128, HV = 64: the waits were 37% of all samples.)
     __device__ __forceinline__ void load(Tile<Width, Columns> &s) {

@@ -46,13 +46,17 @@ __device__ __forceinline__ Sequence find_sequence(const gdelta_shape &shape, con
         s.length = shape.tokens;
     }
     s.initial = s.final = -1;
+    int64_t slot = -1;
     if (in.initial.data) {
-        int64_t slot = slot_of(in, in.initial, n, GDELTA_DEVICE_INITIAL_SLOT_RANGE, reporter);
+        slot = slot_of(in, in.initial, n, GDELTA_DEVICE_INITIAL_SLOT_RANGE, reporter);
         s.skip = slot < 0;
         if (!in.has_initial || in.has_initial[n]) s.initial = slot * in.initial.slot + head * in.initial.head;
     }
     if (final.data) {
-        int64_t slot = slot_of(in, final, n, GDELTA_DEVICE_FINAL_SLOT_RANGE, reporter);
+        const gdelta_table &table = in.initial.slots;  // in place: the same numbers, looked up once
+        bool in_place = final.data == in.initial.data && final.slots.data == table.data &&
+                        final.slots.is_int64 == table.is_int64 && final.slot_count == in.initial.slot_count;
+        if (!in_place) slot = slot_of(in, final, n, GDELTA_DEVICE_FINAL_SLOT_RANGE, reporter);
         s.skip = s.skip || slot < 0;
         s.final = slot * final.slot + head * final.head;
     }
@@ -115,10 +119,11 @@ struct Job {
 
 __device__ __forceinline__ void find_rows(const gdelta_shape &shape, const gdelta_inputs &in, const Sequence &s,
                                           int head, Job &job) {
+    int shared = head_of(shape, head, shape.heads_k);  // by query and key, or by key and value: divisions once
     job.sequence = s;
-    job.q = first_of(in.q, s, head_of(shape, head, shape.heads_q));
-    job.k = first_of(in.k, s, head_of(shape, head, shape.heads_k));
-    job.v = first_of(in.v, s, head_of(shape, head, shape.heads_v));
+    job.q = first_of(in.q, s, shape.heads_q == shape.heads_k ? shared : head);
+    job.k = first_of(in.k, s, shared);
+    job.v = first_of(in.v, s, shape.heads_v == shape.heads_k ? shared : head);
     job.g = first_of(in.g, s, head);
     job.beta = first_of(in.beta, s, head);
 }
