@@ -199,6 +199,45 @@ ENGINE_TEST(drafts, commits_of_every_length, 1) {
     }
 }
 
+/* A step on states that lie in whole chunks of 16 bytes, the same on states that do not, a draft and its commit:
+ * kernels of their own, the same bits. Types and orders of states, groups of heads, sizes. */
+ENGINE_TEST(drafts, every_kernel_leaves_the_same_bits, 6) {
+    static const gdelta_dtype dtypes[] = {GDELTA_DTYPE_FP32, GDELTA_DTYPE_BF16, GDELTA_DTYPE_FP16};
+    static const int32_t dims[][2] = {{128, 128}, {64, 48}, {136, 128}, {256, 256}};
+    for (int i = 0; i < 8; ++i) {
+        int tokens = i < 4 ? 1 : 4 * i - 13; /* 3, 7, 11, 15 */
+        test_case c = draft_case(engine, tokens);
+        c.heads_q = 1;
+        c.heads_v = 1 << i % 4;
+        c.dim_k = dims[i / 2][0], c.dim_v = dims[i / 2][1];
+        c.state_dtype = dtypes[part % 3];
+        c.state_order = part / 3;
+        case_use_slots(&c, kSlotsSame, 0);
+        c.recycled = 1 << 2;
+        c.in_place = true;
+        NEEDS(&c, COMMIT);
+        test_case odd = c, draft = c;
+        odd.slot_padding = 1;
+        draft.keep_state = draft.record = true;
+        instance x = make_instance(&c), y = make_instance(&odd), z = make_instance(&draft);
+        RUN(&x, STEP);
+        RUN(&y, STEP);
+        RUN(&z, STEP);
+        instance commit = make_commit(&z, (const int64_t[]){tokens, tokens, tokens});
+        RUN(&commit, COMMIT);
+        for (int n = 0; n < c.sequences; ++n) {
+            cr_expect(same_rows(&y, kO, n, 0, tokens, &x, kO, n, 0), "o of odd slots, size %d", i);
+            cr_expect(same_rows(&z, kO, n, 0, tokens, &x, kO, n, 0), "o of a draft, size %d", i);
+            cr_expect(same_rows(&y, kFinal, n, 0, 0, &x, kFinal, n, 0), "state in odd slots, size %d", i);
+            cr_expect(same_rows(&commit, kFinal, n, 0, 0, &x, kFinal, n, 0), "committed state, size %d", i);
+        }
+        instance_destroy(&x);
+        instance_destroy(&y);
+        instance_destroy(&z);
+        instance_destroy(&commit);
+    }
+}
+
 /* ---- Trees ---- */
 
 /* The tokens from the root to t. */
