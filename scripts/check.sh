@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# check.sh: what no compiler checks. Formatting, line lengths, who includes whom, the README's file names; and with
+# check.sh: what no compiler checks. Formatting, line lengths, who includes whom, the documents' file names; and with
 # nvcc, that every kernel compiles for every architecture without spills, stack frames or serialised wgmma.
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit
@@ -17,9 +17,10 @@ verdict() {
     fi
 }
 
-mapfile -t sources < <(find include host kernels tests bench -regex '.*\.\(c\|h\|cu\|cuh\|cpp\)' | sort)
+mapfile -t sources < <(find include host kernels tests bench examples -regex '.*\.\(c\|h\|cu\|cuh\|cpp\)' | sort)
 mapfile -t kernels < <(find kernels -name '*.cu' | sort)
-mapfile -t texts < <(ls CMakeLists.txt README.md CHANGELOG.md .ci/run cmake/* scripts/* tests/*.sh host/gdelta.map)
+mapfile -t texts < <(ls CMakeLists.txt *.md docs/*.md .ci/run cmake/* scripts/* tests/*.{sh,py} examples/*.{py,rs,go} \
+    bench/peers/*.py host/gdelta.map)
 
 # ---- Text ----
 
@@ -30,8 +31,10 @@ else
 fi
 verdict "no line over 120 characters" "$(grep -nE '^.{121}' "${sources[@]}" "${texts[@]}")"
 verdict "asm only in kernels/ptx" "$(grep -nwE 'asm|__asm|__asm__' "${sources[@]}" | grep -v '^kernels/ptx/')"
-verdict "README.md names files that exist" "$(grep -oE '`[A-Za-z0-9_.-]+/[A-Za-z0-9_./-]*`' README.md | tr -d '`' |
-    grep -v '^build/' | sort -u | while read -r path; do [ -e "$path" ] || echo "README.md: $path"; done)"
+verdict "README.md and docs/ name files that exist" "$(
+    grep -oE '`[A-Za-z0-9_.-]+/[A-Za-z0-9_./-]*`' README.md docs/*.md | tr -d '`' | grep -v ':build/' | sort -u |
+        while IFS=: read -r text path; do [ -e "$path" ] || echo "$text: $path"; done
+)"
 
 # ---- Who includes whom ----
 
@@ -71,6 +74,7 @@ verdict "include rules" "$(awk '
         if (to != "" && to != from && !(to in depth)) bad("an engine is included by nobody else")
         if (from in depth && to in depth && depth[to] > depth[from]) bad("engine -> rule -> tile -> ptx")
     }
+    $1 ~ /^examples\// && $2 ~ /^(host|kernels|tests|bench)\// { bad("public headers only") }
     $1 ~ /^(bench|tests)\// && $1 !~ /test_(plan|workspace|tile)|fuzz_host/ && $2 ~ /^(host|kernels)\// &&
         $2 !~ /^host\/(convert|layout)\.h$/ {
         bad("public headers, convert.h and layout.h only, but for tests of the plan and of tiles, and the fuzzer")

@@ -18,6 +18,7 @@ import os
 import statistics
 import sys
 import time
+import traceback
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -97,7 +98,7 @@ def measure(case, peers, seconds):
                 row["peers"][name] = dict(refused=str(reason))
             except Exception as wrong:  # a peer's failure is a finding, not the end of the run
                 row["peers"][name] = dict(refused=f"{type(wrong).__name__}: {wrong}"[:300])
-                print(f"**** {name} failed: {case}\n     {row['peers'][name]['refused']}", file=sys.stderr, flush=True)
+                print(f"**** {name} failed: {case}\n{traceback.format_exc()}", file=sys.stderr, flush=True)
         times = {name: [] for name in graphs}
         began, rounds = time.perf_counter(), 0
         while graphs and (rounds < 5 or (rounds < 50 and time.perf_counter() - began < seconds)):
@@ -161,7 +162,8 @@ def main():
             peers[name] = PEERS[name]()
             versions[name] = peers[name].version
         except Exception as wrong:  # ImportError, or whatever a package does on the wrong GPU
-            print(f"**** SKIPPED: {name}: {type(wrong).__name__}: {wrong}", file=sys.stderr, flush=True)
+            print(f"**** SKIPPED: {name}: {type(wrong).__name__}: {wrong}\n{traceback.format_exc()}", file=sys.stderr,
+                  flush=True)
             versions[name] = f"skipped: {wrong}"
     suites = dict(forward=lambda: cases.h200("forward"), before=lambda: cases.h200("forward", norm=False),
                   weak=lambda: cases.h200("forward", gate="weak"), backward=lambda: cases.h200("backward"),
