@@ -1,12 +1,18 @@
 #!/usr/bin/env python3
-"""charts.py peers.json: tabulates what compare.py measured, peers.md, and with matplotlib draws it, peers-*.svg."""
+"""charts.py OUT JSON...: tabulates what compare.py measured, OUT.md, and draws it, OUT-SUITE.svg: a line a call, a mark
+a peer, times to a logarithmic scale, and the floor. Of several JSON files the first counts; the others add the rows and
+the peers that it lacks, for peers that do not fit into one installation. OUT.md says how far gdelta's own times are
+apart between them."""
 
 import json
 import sys
+from html import escape
+from math import ceil, floor, log10
 from pathlib import Path
 
-COLOURS = {"gdelta": "#1b6ca8", "gdelta, hopper": "#7fb2d6", "FlashQLA": "#d1495b", "FlashInfer": "#66a182",
-           "FLA": "#edae49"}
+COLOURS = {"gdelta": "#1b6ca8", "gdelta, hopper": "#5aa9e6", "FlashQLA": "#d1495b", "FlashInfer": "#3f8f5f",
+           "FLA": "#e09f3e"}
+TICK = 'stroke="#888" stroke-width="2"'
 TITLES = {"forward": "Forward, norm within the call", "before": "Forward, q and k normalised before",
           "weak": "Forward, weak gates", "backward": "Backward", "decode": "Decode, one token"}
 
@@ -15,20 +21,13 @@ def times(row):
     return {name: peer["us"] for name, peer in row["peers"].items() if "us" in peer}
 
 
-def ours_and_best(row):
-    """gdelta's own time and the best peer's name and time, None where there is none."""
-    of = times(row)
-    theirs = {name: us for name, us in of.items() if not name.startswith("gdelta")}
-    best = min(theirs, key=theirs.get) if theirs else None
-    return of.get("gdelta"), best, theirs.get(best)
+def best(row, ours):
+    """The fastest of gdelta's engines, or of the peers: time and name, None where there is none."""
+    return min(((us, name) for name, us in times(row).items() if name.startswith("gdelta") == ours), default=None)
 
 
 def three(x):
-    return f"{x:#.3g}".rstrip(".")
-
-
-def cell(peer, unit):
-    return three(peer["us"] / unit) if "us" in peer else "-"
+    return f"{x:#.3g}".rstrip(".") if x < 1000 else f"{x:.0f}"
 
 
 def table(report):
@@ -38,15 +37,15 @@ def table(report):
         if not rows:
             continue
         unit, word = (1, "us") if suite == "decode" else (1000, "ms")
-        names = list(rows[0]["peers"])
+        names = [name for name in COLOURS if any(name in times(row) for row in rows)]
         lines += [f"### {title} ({word})", "", "| heads | sequences | states | " + " | ".join(names) +
                   " | best peer / gdelta | floor / gdelta |", "|---" * (5 + len(names)) + "|"]
         for row in rows:
-            ours, best, time = ours_and_best(row)
-            ratio = f"{time / ours:.2f} ({best})" if ours and best else "-"
-            floor = f"{100 * row['floor_us'] / ours:.0f}%" if ours else "-"
-            cells = [cell(row["peers"][name], unit) for name in names]
-            lines.append(f"| {' | '.join([row['heads'], row['sequences'], row['state'], *cells, ratio, floor])} |")
+            of, ours, theirs = times(row), best(row, True), best(row, False)
+            cells = [three(of[name] / unit) if name in of else "-" for name in names]
+            cells.append(f"{theirs[0] / ours[0]:.2f} ({theirs[1]})" if ours and theirs else "-")
+            cells.append(f"{100 * row['floor_us'] / ours[0]:.0f}%" if ours else "-")
+            lines.append(f"| {' | '.join([row['heads'], row['sequences'], row['state'], *cells])} |")
         lines.append("")
     lines += ["### Largest relative errors against fp64, and the longest first call (s)", "",
               "| suite | who | errors | first call |", "|---|---|---|---|"]
@@ -61,66 +60,82 @@ def table(report):
         lines += [f"| {suite} | {name} | {', '.join(f'{k} {v:.1e}' for k, v in worst.items())} | {three(first[0])} |"
                   for name, (worst, first) in found.items() if worst]
     refused = {f"{row['suite']}: {name}: {peer['refused']}" for row in report["rows"]
-               for name, peer in row["peers"].items() if "refused" in peer}
+               for name, peer in row["peers"].items() if "refused" in peer and not name.startswith("gdelta")}
     lines += ["", *(f"- {line}" for line in sorted(refused))]
+    if "apart" in report:
+        lines += ["", "From several runs: gdelta's times in the later ones are {:.3f} to {:.3f} of those above.".format(
+            *report["apart"])]
     if "autograd" in report:
         lines += ["", "examples/gdelta_torch.py against torch_chunk_gated_delta_rule: " +
                   ", ".join(f"{name} {error:.1e}" for name, error in report["autograd"].items())]
     return "\n".join(lines) + "\n"
 
 
-def draw(report, out):
-    import matplotlib
+def text(x, y, words, size=12, anchor="start", colour="#222"):
+    return (f'<text x="{x:.0f}" y="{y:.0f}" font-size="{size}" text-anchor="{anchor}" fill="{colour}">'
+            f"{escape(words)}</text>")
 
-    matplotlib.use("svg")
-    import matplotlib.pyplot as plot
 
-    plot.rcParams.update({"svg.hashsalt": "gdelta", "axes.spines.top": False, "axes.spines.right": False})
-    for suite, title in TITLES.items():
-        rows = [row for row in report["rows"] if row["suite"] == suite and times(row)]
-        if not rows:
-            continue
-        settings = list(dict.fromkeys((row["heads"], row["state"]) for row in rows))
-        figure, axes = plot.subplots(1, len(settings), figsize=(4 * len(settings), 3.4), squeeze=False)
-        for axis, setting in zip(axes[0], settings):
-            here = sorted((row for row in rows if (row["heads"], row["state"]) == setting), key=lambda row: row["rows"])
-            for name, colour in COLOURS.items():
-                points = [(row["rows"], times(row)[name]) for row in here if name in times(row)]
-                if points:
-                    axis.plot(*zip(*points), "o-" if suite == "decode" else "o", color=colour, label=name)
-            floors = [row["floor_us"] for row in here]
-            axis.plot([row["rows"] for row in here], floors, "_", color="grey", label="floor")
-            axis.set(xscale="log", yscale="log", title=f"{setting[0]} heads, {setting[1]} states", ylabel="us",
-                     xlabel="sequences" if suite == "decode" else "tokens in all")
-        axes[0][0].legend(frameon=False, fontsize=8)
-        figure.suptitle(f"{title}: {report['gpu']}")
-        figure.tight_layout()
-        figure.savefig(f"{out}-{suite}-time.svg", metadata={"Date": None})
+def draw(report, suite, title):
+    """One chart as SVG; no library makes it, so that it is the same bytes everywhere."""
+    rows = [row for row in report["rows"] if row["suite"] == suite and times(row)]
+    names = [name for name in COLOURS if any(name in times(row) for row in rows)]
+    found = [us for row in rows for us in (row["floor_us"], *times(row).values())]
+    low, high = floor(log10(min(found))), ceil(log10(max(found)))
+    left, right, top, step = 215, 760, 78, 22
+    bottom = top + step * len(rows)
 
-        labels = [f"{row['heads']}  {row['sequences']}  {row['state']}" for row in rows]
-        figure, (ratio, floor) = plot.subplots(1, 2, figsize=(10, 1 + 0.28 * len(rows)), sharey=True)
-        for at, row in enumerate(rows):
-            ours, best, time = ours_and_best(row)
-            if ours and best:
-                ratio.barh(at, time / ours, color=COLOURS[best])
-            if ours:
-                floor.barh(at, 100 * row["floor_us"] / ours, color=COLOURS["gdelta"])
-        ratio.axvline(1, color="black", linewidth=0.8)
-        ratio.set(yticks=range(len(rows)), yticklabels=labels, xlabel="time of the best peer / gdelta's (its colour)")
-        floor.set(xlabel="% of the floor")
-        ratio.invert_yaxis()
-        figure.suptitle(title)
-        figure.tight_layout()
-        figure.savefig(f"{out}-{suite}-ratio.svg", metadata={"Date": None})
+    def x(us):
+        return left + (right - left) * (log10(us) - low) / (high - low)
+
+    shapes = [text(16, 24, f"{title}: {report['gpu']}, {report['date']}", 15)]
+    for at, name in enumerate(names):
+        shapes += [f'<circle cx="{26 + 125 * at}" cy="44" r="5" fill="{COLOURS[name]}"/>',
+                   text(36 + 125 * at, 48, name)]
+    shapes += [f'<path d="M{26 + 125 * len(names)} 37v14" {TICK}/>', text(36 + 125 * len(names), 48, "floor")]
+    for decade in range(low, high + 1):
+        for part in (1, 2, 5) if decade < high else (1,):
+            us = part * 10.0**decade
+            shapes += [f'<path d="M{x(us):.1f} {top - 6}V{bottom}" stroke="{"#bbb" if part == 1 else "#e6e6e6"}"/>',
+                       text(x(us), top - 10, f"{us:g} us" if us < 1000 else f"{us / 1000:g} ms", 10, "middle", "#555")]
+    for at, row in enumerate(rows):
+        y = top + step * at + step // 2
+        state = f", {row['state']}" if suite == "decode" else ""
+        shapes += [text(left - 10, y + 4, f"{row['heads']}  {row['sequences']}{state}", 12, "end"),
+                   f'<path d="M{x(row["floor_us"]):.1f} {y - 7}v14" {TICK}/>']
+        shapes += [f'<circle cx="{x(us):.1f}" cy="{y}" r="5" fill="{COLOURS[name]}"/>'
+                   for name, us in sorted(times(row).items(), key=lambda one: -list(COLOURS).index(one[0]))]
+    box = f'<svg xmlns="http://www.w3.org/2000/svg" font-family="sans-serif" viewBox="0 0 {right + 40} {bottom + 12}">'
+    return "\n".join([box, '<rect width="100%" height="100%" fill="white"/>', *shapes, "</svg>\n"])
+
+
+def merged(reports):
+    """The first report with what it lacks; gdelta's times in the others over its times there, least and most."""
+    report, apart = reports[0], []
+    rows = {(row["suite"], row["heads"], row["sequences"], row["state"]): row for row in report["rows"]}
+    for other in reports[1:]:
+        report["versions"] = {**other["versions"], **report["versions"]}
+        for row in other["rows"]:
+            mine = rows.setdefault((row["suite"], row["heads"], row["sequences"], row["state"]), row)
+            if mine is row:
+                report["rows"].append(row)
+                continue
+            for name, peer in row["peers"].items():
+                if name.startswith("gdelta") and "us" in peer and "us" in mine["peers"].get(name, {}):
+                    apart.append(peer["us"] / mine["peers"][name]["us"])
+                if "us" not in mine["peers"].get(name, {}):
+                    mine["peers"][name] = peer
+    if apart:
+        report["apart"] = [min(apart), max(apart)]
+    return report
 
 
 def write(report, out):
-    Path(out + ".md").write_text(table(report))
-    try:
-        draw(report, out)
-    except ImportError:
-        print(f"**** SKIPPED: charts; there is no matplotlib here. Elsewhere: charts.py {out}.json", file=sys.stderr)
+    Path(f"{out}.md").write_text(table(report))
+    for suite, title in TITLES.items():
+        if any(row["suite"] == suite and times(row) for row in report["rows"]):
+            Path(f"{out}-{suite}.svg").write_text(draw(report, suite, title))
 
 
 if __name__ == "__main__":
-    write(json.loads(Path(sys.argv[1]).read_text()), sys.argv[1].removesuffix(".json"))
+    write(merged([json.loads(Path(name).read_text()) for name in sys.argv[2:]]), sys.argv[1])

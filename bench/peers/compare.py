@@ -5,11 +5,11 @@
     pip install flash-linear-attention flash-qla flashinfer-python    # what is missing is skipped, loudly
     GDELTA_LIBRARY=build/libgdelta.so bench/peers/compare.py --out peers
 
-writes peers.json, peers.md and, with matplotlib, charts peers-*.svg. Every call is captured in a CUDA graph; the graphs
-of all peers run in turns, L2 flushed before each, medians between two events. Calls on less than twice the L2 are
-captured several times, each on tensors of its own. The first call of each peer in the process is timed too: it holds
-compilation and tuning. Errors: relative L2 of the worst head against fp64, for the first sequence and the value heads
-of the first key head; through every token, so that a shortcut along the sequence shows."""
+writes peers.json, the tables peers.md and the charts peers-*.svg (see charts.py). Every call is captured in a CUDA
+graph; the graphs of all peers run in turns, L2 flushed before each, medians between two events. Calls on less than
+twice the L2 are captured several times, each on tensors of its own. The first call of each peer in the process is timed
+too: it holds compilation and tuning. Errors: relative L2 of the worst head against fp64, for the first sequence and the
+value heads of the first key head; through every token, so that a shortcut along the sequence shows."""
 
 import argparse
 import datetime
@@ -73,7 +73,7 @@ def measure(case, peers, seconds):
     flush = torch.empty(4 * torch.cuda.get_device_properties(0).L2_cache_size, dtype=torch.uint8, device="cuda")
     row = dict(operation=case.operation, heads=f"{case.hq}/{case.hv}", sequences=case.sequences, rows=case.rows,
                gate=case.gate, state=str(case.state)[6:], norm=case.norm, floor_us=case.floor, copies=copies, peers={})
-    graphs = {}
+    graphs = {}  # with the calls, whose tensors the graphs use
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         exactly = truth(case, sets[0]) if seconds else {}
@@ -93,7 +93,7 @@ def measure(case, peers, seconds):
                 for call in calls:
                     call()
                 torch.cuda.synchronize()
-                graphs[name] = capture(calls, stream)
+                graphs[name] = capture(calls, stream), calls
             except Refused as reason:
                 row["peers"][name] = dict(refused=str(reason))
             except Exception as wrong:  # a peer's failure is a finding, not the end of the run
@@ -102,7 +102,7 @@ def measure(case, peers, seconds):
         times = {name: [] for name in graphs}
         began, rounds = time.perf_counter(), 0
         while graphs and (rounds < 5 or (rounds < 50 and time.perf_counter() - began < seconds)):
-            for name, graph in graphs.items():
+            for name, (graph, _) in graphs.items():
                 start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
                 flush.zero_()
                 start.record()
@@ -142,9 +142,9 @@ def check_autograd():
 def main():
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--out", default="peers", help="what the names of the files begin with")
-    options.add_argument("--suite", default="forward,before,weak,backward,decode",
+    options.add_argument("--suite", default="forward,backward,decode,weak,before",
                          help="forward (norm within the call), before (norm before it), weak gates, backward, decode")
-    options.add_argument("--heads", help="only these, such as 16/32")
+    options.add_argument("--only", default="", help="rows that begin so, such as 16/32 or '16/32 1 x 8192'")
     options.add_argument("--peers", default=",".join(PEERS))
     options.add_argument("--seconds", type=float, default=0.3, help="of timing a row; 0: first calls only")
     options.add_argument("--tuning", type=float, help="milliseconds Triton may time one variant; default: its own, 125")
@@ -164,14 +164,13 @@ def main():
         except Exception as wrong:  # ImportError, or whatever a package does on the wrong GPU
             print(f"**** SKIPPED: {name}: {type(wrong).__name__}: {wrong}\n{traceback.format_exc()}", file=sys.stderr,
                   flush=True)
-            versions[name] = f"skipped: {wrong}"
     suites = dict(forward=lambda: cases.h200("forward"), before=lambda: cases.h200("forward", norm=False),
                   weak=lambda: cases.h200("forward", gate="weak"), backward=lambda: cases.h200("backward"),
                   decode=cases.decode)
     report = dict(date=datetime.date.today().isoformat(), gpu=torch.cuda.get_device_name(), versions=versions, rows=[])
     for suite in given.suite.split(","):
         for case in suites[suite]():
-            if given.heads in (None, f"{case.hq}/{case.hv}"):
+            if f"{case.hq}/{case.hv} {case.sequences}".startswith(given.only):
                 row = dict(suite=suite, **measure(case, peers, given.seconds))
                 report["rows"].append(row)
                 shown = " ".join(f"{n} {p['us']:.1f}" if "us" in p else f"{n} -" for n, p in row["peers"].items())
