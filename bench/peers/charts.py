@@ -9,6 +9,7 @@ import sys
 from html import escape
 from math import ceil, floor, log10
 from pathlib import Path
+from textwrap import fill
 
 COLOURS = {"gdelta": "#1b6ca8", "gdelta, hopper": "#5aa9e6", "FlashQLA": "#d1495b", "FlashInfer": "#3f8f5f",
            "FLA": "#e09f3e"}
@@ -31,7 +32,8 @@ def three(x):
 
 
 def table(report):
-    lines = [f"{report['gpu']}, {report['date']}; " + ", ".join(f"{n} {v}" for n, v in report["versions"].items()), ""]
+    versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
+    lines = [fill(f"{report['gpu']}, {report['date']}; {versions}", 120), ""]
     for suite, title in TITLES.items():
         rows = [row for row in report["rows"] if row["suite"] == suite]
         if not rows:
@@ -61,13 +63,14 @@ def table(report):
                   for name, (worst, first) in found.items() if worst]
     refused = {f"{row['suite']}: {name}: {peer['refused']}" for row in report["rows"]
                for name, peer in row["peers"].items() if "refused" in peer and not name.startswith("gdelta")}
-    lines += ["", *(f"- {line}" for line in sorted(refused))]
+    if refused:
+        lines += ["", *(fill(f"- {line}", 120, subsequent_indent="  ") for line in sorted(refused))]
     if "apart" in report:
         lines += ["", "From several runs: gdelta's times in the later ones are {:.3f} to {:.3f} of those above.".format(
             *report["apart"])]
     if "autograd" in report:
-        lines += ["", "examples/gdelta_torch.py against torch_chunk_gated_delta_rule: " +
-                  ", ".join(f"{name} {error:.1e}" for name, error in report["autograd"].items())]
+        errors = ", ".join(f"{name} {error:.1e}" for name, error in report["autograd"].items())
+        lines += ["", fill(f"examples/gdelta_torch.py against torch_chunk_gated_delta_rule: {errors}", 120)]
     return "\n".join(lines) + "\n"
 
 
