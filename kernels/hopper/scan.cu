@@ -385,6 +385,7 @@ __device__ __forceinline__ void Scan<T, PanelsK, Halves, Summary>::chain(int hal
         if constexpr (!Summary) wait(out.s_empty[slot_s], ring_parity<kStagesS>(c) ^ 1);
 #pragma unroll
         for (int i = 0; i < PanelsK; ++i) {
+            // Of two halves nothing is under way here: the wait tells the compiler (C7517 without it).
             if (Halves == 1 || i == 0) wgmma_wait<Halves == 1 ? PanelsK - 1 : 0>();
             wgmma_hold(s[i]);
             if (i + 1 == PanelsK && c > 0) release(shared.x_empty[slot ^ 1]);

@@ -10,12 +10,9 @@
 // to the other: loads fly while tokens are computed.
 //
 // recurrent_step: at most 16 tokens (every step), so that what counts is the state, 128 KB a head in fp32 read and
-// written, and how soon its loads are on their way. All threads find out what their block's job is; the rows of q, k, v
-// and the gates are asked for first, then the whole state, and only then does anything wait. A lane asks for 16 bytes,
-// 4 columns in fp32 and 8 in 16 bits (8 bytes of 16-bit [V, K] states), so that a warp takes 64 bytes or more side by
-// side whatever the order. The state comes by cp.async into shared memory, each lane's packs to places of its own: on
-// its way it needs no registers, which would spill beside the rows, and no barrier. Dynamic shared memory: T rows, then
-// the packs.
+// written, and how soon its loads are on their way. All threads find out where their block's state is and ask for all
+// of it (block.cuh); the rows of q, k, v and the gates follow, and only then does anything wait. Dynamic shared memory:
+// the state, then T rows.
 #include "kernels/recurrent/block.cuh"
 #include "kernels/recurrent/forward.cuh"
 

@@ -8,6 +8,7 @@
 // kernel that makes it.
 #pragma once
 
+#include "kernels/ptx/grid.cuh"
 #include "kernels/ptx/number.cuh"
 #include "kernels/recurrent/tile.cuh"
 #include "kernels/rule/gate.cuh"
@@ -213,10 +214,8 @@ struct Launch {
 // All blocks wait, those without work too: that this grid has ended must mean that those before it have. The next grid
 // may begin at once, for it waits likewise.
 __device__ __forceinline__ void wait_for_grids() {
-#if __CUDA_ARCH__ >= 900
-    cudaGridDependencySynchronize();
-    cudaTriggerProgrammaticLaunchCompletion();
-#endif
+    grid_wait();
+    grid_release();
 }
 
 }  // namespace gdelta

@@ -151,9 +151,7 @@ __device__ __forceinline__ void with_packs(TilePlace p, const gdelta_state_view 
     });
 }
 
-// Outside K x V a load gives 0 and a store writes nothing. Within load_state first all loads, then all conversions:
-// else each group of rows waits for its own memory latency. (Measured on an H200, step B = 128, HV = 64: the waits were
-// 37% of all samples.)
+// Outside K x V a load gives 0 and a store writes nothing.
 template <int Width, int Columns>
 __device__ __forceinline__ void load_state(Tile<Width, Columns> &s, TilePlace p, const gdelta_state_view &view,
                                            int64_t offset, int dim_k, int dim_v) {
@@ -186,12 +184,6 @@ __device__ __forceinline__ void load_columns(const float *row, TilePlace p, int 
     auto pack = *reinterpret_cast<const Pack<float, Columns> *>(row + p.column - first_column);
 #pragma unroll
     for (int c = 0; c < Columns; ++c) x[c] = pack.x[c];
-}
-
-template <int Columns>
-__device__ __forceinline__ void store_columns(float *row, TilePlace p, int first_column, const float (&x)[Columns]) {
-#pragma unroll
-    for (int c = 0; c < Columns; ++c) row[p.column - first_column + c] = x[c];
 }
 
 // 8 numbers summed over the 8 lanes along K: lane_k gets number lane_k. 7 shuffles; each sum takes the lanes in the
