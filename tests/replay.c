@@ -97,7 +97,7 @@ static int replay(const char *folder, const char *engine_name) {
     golden g;
     double error[kRoles];
     if (!golden_load(folder, &g)) return kUnusable;
-    g.x.c.chunked_backward = true; /* who names an engine sees what it does */
+    g.x.c.fp16_backward = true; /* who names an engine sees what it does */
     const test_engine *engine = choose(engine_name, &g);
     int result = kUnusable;
     if (!engine || (engine->on_gpu && !runs(engine, &g, false)))

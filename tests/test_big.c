@@ -193,8 +193,7 @@ static big_call big(int64_t sequences, int64_t tokens, int heads_q, int heads_v,
                       .heads_v = heads_v,
                       .dim_k = k,
                       .dim_v = v,
-                      .l2norm = GDELTA_L2NORM_ADD_EPS,
-                      .chunked_backward = true};
+                      .l2norm = GDELTA_L2NORM_ADD_EPS};
     return b;
 }
 

@@ -85,7 +85,6 @@ GPU_ENGINE_TEST(cases, b4_partial_last_chunks, 6) {
         test_case c = two_head_case(lengths[part]);
         c.layout = layout;
         c.heads_q = c.heads_v = 16;
-        c.chunked_backward = true;
         cr_expect(check_case(&c, engine, kTraining));
     }
 }
@@ -227,7 +226,7 @@ ENGINE_TEST(cases, h3_gradients_of_every_width, 5) {
         bool large = widths[part] == 256 || lengths[i / 2] == 1024;
         if (large && !engine->on_gpu) continue; /* against itself the reference has nothing to show there */
         test_case c = two_head_case(lengths[i / 2]);
-        c.chunked_backward = true;
+        c.fp16_backward = true;
         c.dim_k = widths[part];
         c.dim_v = i % 2 ? 64 : 128;
         c.dtype = i / 2 % 2 ? GDELTA_DTYPE_FP16 : GDELTA_DTYPE_BF16;
@@ -374,7 +373,6 @@ GPU_ENGINE_TEST(cases, k5_first_calls_are_quick, 3) {
     static const gdelta_operation operations[] = {GDELTA_OPERATION_FORWARD, GDELTA_OPERATION_BACKWARD,
                                                   GDELTA_OPERATION_STEP};
     test_case c = two_head_case(part == 2 ? 1 : 200);
-    c.chunked_backward = true;
     if (!engine_runs(engine, &c, operations[part])) cr_skip_test("the engine %s has none", engine->name);
     instance x = make_instance(&c);
     device_instance d;

@@ -8,7 +8,7 @@
 
 static test_case base_case(int64_t tokens) {
     test_case c = two_head_case(tokens);
-    c.chunked_backward = true;
+    c.fp16_backward = true;
     return c;
 }
 

@@ -40,7 +40,6 @@ static variant make_variant(int i) {
     variant v = {.name = names[i],
                  .operation = i == 1 || i == 8 ? GDELTA_OPERATION_BACKWARD : GDELTA_OPERATION_FORWARD};
     test_case c = two_head_case(i == 9 ? 700 : 130);
-    c.chunked_backward = true;
     c.seed = (uint64_t)i;
     if (i >= 2 && i <= 5) {
         v.operation = i == 5 ? GDELTA_OPERATION_COMMIT : GDELTA_OPERATION_STEP;

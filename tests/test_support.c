@@ -3,13 +3,16 @@
 #include <stdio.h>
 #include <string.h>
 
+#include "host/convert.h"
 #include "support/case.h"
 #include "support/compare.h"
 #include "support/engine_test.h"
 #include "support/fill.h"
+#include "support/scales.h"
 
 static const test_engine *const reference = &test_engines[kReference];
 static const test_engine *const recurrent = &test_engines[kRecurrent];
+static const test_engine *const rounding = &test_engines[kHopper];
 
 /* Strides with gaps, slots with padding and a skipped sequence, ragged lengths and rows to spare. */
 static test_case difficult_case(void) {
@@ -86,6 +89,146 @@ Test(support, one_bit_is_seen) {
     cr_expect(compare_bits(&got, &want, ROLE(kO) | ROLE(kFinal)));
     *(char *)output(&got, kO, 2, 8, 1, 2) ^= 1;
     cr_expect_not(compare_bits(&got, &want, ROLE(kO) | ROLE(kFinal)));
+}
+
+/* ---- Natural scales ---- */
+
+static const role_set gate_gradients = ROLE(kDG) | ROLE(kDBeta) | ROLE(kDALog) | ROLE(kDDtBias);
+
+static void expect_scale(const instance *scales, const instance *x, role r, int64_t n) {
+    for (int64_t row = 0; row < instance_rows(x, r, n); ++row) {
+        for (int64_t head = 0; head < instance_heads(x, r); ++head) {
+            for (int64_t column = 0; column < instance_columns(x, r); ++column) {
+                double want = fabs(instance_get(x, r, n, row, head, column));
+                double got = instance_get(scales, r, n, row, head, column);
+                cr_expect(fabs(got - want) <= 1e-12 * want, "%s: %g, not %g: %s", role_name(r), got, want,
+                          case_line(&x->c));
+            }
+        }
+    }
+}
+
+/* Where K and V are 1 a sum has one term, which is its scale: through each gate, beta, norm and map of heads. */
+Test(support, the_scale_of_one_product_is_its_size) {
+    for (int i = 0; i < 54; ++i) {
+        test_case c = difficult_case();
+        c.dim_k = c.dim_v = 1;
+        c.gate = i % 3;
+        c.beta = i / 3 % 3;
+        c.l2norm = i / 9 % 3;
+        c.head_map = i / 27;
+        c.recycled = 4;
+        c.out_dtype = GDELTA_DTYPE_FP64;
+        bool one = i % 2;
+        if (one) { /* token: also of the parameters */
+            c.sequences = 1;
+            c.lengths[0] = 1;
+            c.recycled = 0;
+        }
+        instance x = make_instance(&c), scales, plain;
+        instance_create_plain(&plain, &x);
+        scales_create(&scales, &x);
+        cr_assert(instance_run(&plain, reference, GDELTA_OPERATION_BACKWARD));
+        for (role r = kDG; r <= (one && c.gate == GDELTA_GATE_SOFTPLUS ? kDDtBias : kDBeta); ++r) {
+            for (int64_t n = 0; n < instance_sequences(&x, r); ++n) expect_scale(&scales, &plain, r, n);
+        }
+        instance_destroy(&x);
+        instance_destroy(&plain);
+        instance_destroy(&scales);
+    }
+}
+
+static void set_output(instance *x, role role, int64_t n, int64_t row, int64_t head, int64_t column, double value) {
+    gdelta_store(output(x, role, n, row, head, column), x->tensor[role].dtype, 0, value);
+}
+
+/* Adds these parts of gradient and scale to a head. */
+static void corrupt(instance *got, const instance *scales, role r, int64_t n, int64_t head, double of_size,
+                    double of_scale) {
+    for (int64_t row = 0; row < instance_rows(got, r, n); ++row) {
+        for (int64_t column = 0; column < instance_columns(got, r); ++column) {
+            double sign = fill_normal(fill_key(3, r, n, row, head, column)) < 0 ? -1 : 1;
+            double right = instance_get(got, r, n, row, head, column);
+            double scale = instance_get(scales, r, n, row, head, column);
+            set_output(got, r, n, row, head, column, right + of_size * right + of_scale * sign * scale);
+        }
+    }
+}
+
+typedef struct gradients {
+    instance got, right, scales;
+} gradients;
+
+static gradients make_gradients(test_case c) {
+    gradients g;
+    cr_assert(freopen("/dev/null", "w", stderr) != NULL);
+    c.heads_q = 1;
+    c.heads_v = 2;
+    c.dim_k = c.dim_v = 64;
+    c.l2norm = GDELTA_L2NORM_ADD_EPS;
+    c.gate = GDELTA_GATE_SOFTPLUS;
+    instance x = make_instance(&c);
+    scales_create(&g.scales, &x);
+    instance_create_plain(&g.got, &x);
+    instance_create_plain(&g.right, &x);
+    instance_destroy(&x);
+    cr_assert(instance_run(&g.right, reference, GDELTA_OPERATION_BACKWARD));
+    memcpy(g.got.after, g.right.after, g.got.bytes);
+    return g;
+}
+
+static bool passes(gradients *g, role_set roles, const test_engine *engine) {
+    bool good = compare_instances(&g->got, &g->right, roles, engine);
+    memcpy(g->got.after, g->right.after, g->got.bytes);
+    return good;
+}
+
+/* What rounding does to a gradient passes. A tenth too much, one token of seventy left out, or without what comes from
+ * the final state, does not. */
+Test(support, wrong_gate_gradients_fail) {
+    gradients g = make_gradients((test_case){.sequences = 3, .lengths = {70}});
+    cr_expect(passes(&g, gate_gradients, rounding));
+    for (role r = kDG; r <= kDDtBias; ++r) {
+        bool of_tokens = r <= kDBeta;
+        int64_t n = of_tokens ? 1 : 0, head = of_tokens ? 1 : 0;
+        corrupt(&g.got, &g.scales, r, n, head, 0, 3e-3);
+        cr_expect(passes(&g, ROLE(r), rounding), "%s: roundings", role_name(r));
+        corrupt(&g.got, &g.scales, r, n, head, 0, 3e-3);
+        cr_expect_not(passes(&g, ROLE(r), recurrent), "%s: roundings of another engine", role_name(r));
+        corrupt(&g.got, &g.scales, r, n, head, 0.1, 0);
+        cr_expect_not(passes(&g, ROLE(r), rounding), "%s: a tenth too much", role_name(r));
+        set_output(&g.got, r, n, of_tokens ? 41 : 0, head, 0, 0);
+        cr_expect_not(passes(&g, ROLE(r), rounding), "%s: an element left out", role_name(r));
+        set_output(&g.got, r, n, 0, head, 0, NAN);
+        cr_expect_not(passes(&g, ROLE(r), rounding), "%s: NaN", role_name(r));
+    }
+    test_case c = g.got.c;
+    c.absent = ROLE(kDFinal);
+    gradients other = make_gradients(c);
+    for (role r = kDG; r <= kDDtBias; ++r) {
+        cr_expect_not(compare_instances(&other.right, &g.right, ROLE(r), rounding), "%s: no final state", role_name(r));
+    }
+}
+
+/* Of sequences of one token, some have a sum that chance made small: an error of half a percent of its scale passes
+ * there, and not where operands have three bits more. Twice the gradient does not where nothing cancelled. */
+Test(support, scales_count_where_a_sum_is_small) {
+    enum { kSequences = 24 };
+    for (gdelta_dtype dtype = GDELTA_DTYPE_BF16; dtype <= GDELTA_DTYPE_FP16; ++dtype) {
+        gradients g = make_gradients((test_case){.sequences = kSequences, .lengths = {1}, .dtype = dtype});
+        for (role r = kDG; r <= kDBeta; ++r) {
+            int small = 0;
+            for (int64_t n = 0; n < kSequences; ++n) {
+                double size = fabs(instance_get(&g.right, r, n, 0, 0, 0));
+                double scale = instance_get(&g.scales, r, n, 0, 0, 0);
+                bool chance = size < scale / 10;
+                small += chance;
+                corrupt(&g.got, &g.scales, r, n, 0, chance ? 0 : 1, chance ? 5e-3 : 0);
+                cr_expect_eq(passes(&g, ROLE(r), rounding), chance && dtype == GDELTA_DTYPE_BF16, "%s", role_name(r));
+            }
+            cr_expect_gt(small, 1);
+        }
+    }
 }
 
 /* Every byte that is no element of an output. */

@@ -731,8 +731,8 @@ bool engine_runs(const test_engine *engine, const test_case *c, gdelta_operation
     bool dims = (c->dim_k == 64 || c->dim_k == 128) && (c->dim_v == 64 || c->dim_v == 128);
     bool aligned = c->gap % 8 == 0; /* rows are multiples of 64 elements, so gaps alone move them */
     bool forward = operation == GDELTA_OPERATION_FORWARD, linear = c->gate == GDELTA_GATE_LINEAR;
-    bool backward =
-        operation == GDELTA_OPERATION_BACKWARD && c->chunked_backward && !(linear && case_roles(c) & ROLE(kDG));
+    bool backward = operation == GDELTA_OPERATION_BACKWARD && !(linear && case_roles(c) & ROLE(kDG)) &&
+                    (c->dtype != GDELTA_DTYPE_FP16 || c->fp16_backward);
     bool checkpoints = c->checkpoint_interval && (forward || c->save_mode == GDELTA_SAVE_STATES);
     return (forward || backward) && c->dtype != GDELTA_DTYPE_FP32 && dims && aligned && !checkpoints;
 }

@@ -121,13 +121,12 @@ typedef struct test_case {
     int64_t slot_count; /* states in pools of so many entries; 0: no slots */
     int64_t initial_slots[kMaxSequences], final_slots[kMaxSequences];
     int64_t slot_padding; /* elements between the slots */
-    uint64_t recycled; /* bit n: sequence n has no initial state, has_initial_state says so, and its slot is poison */
-    bool chunked_backward; /* the hopper engine's backward too: not within its tolerances in all cases, so by name only
-                            */
-    bool in_place;         /* the final states are in the initial states' memory */
-    bool keep_state;       /* GDELTA_STEP_KEEP_STATE */
-    bool token_states;     /* a step keeps the state after each token */
-    bool record;           /* a step leaves a record, and a commit keeps so many of its tokens: */
+    uint64_t recycled;  /* bit n: sequence n has no initial state, has_initial_state says so, and its slot is poison */
+    bool fp16_backward; /* the hopper engine's backward too if dtype is fp16: its adjoints may not underflow there */
+    bool in_place;      /* the final states are in the initial states' memory */
+    bool keep_state;    /* GDELTA_STEP_KEEP_STATE */
+    bool token_states;  /* a step keeps the state after each token */
+    bool record;        /* a step leaves a record, and a commit keeps so many of its tokens: */
     int64_t accepted[kMaxSequences];
     bool tree;                   /* tokens continue others than the one before them; with keep_state */
     int64_t checkpoint_interval; /* forward keeps the state after every so many tokens; 0: none */

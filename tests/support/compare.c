@@ -6,6 +6,7 @@
 #include <string.h>
 
 #include "fill.h"
+#include "scales.h"
 
 /* ---- Tolerances ---- */
 
@@ -42,42 +43,31 @@ static double tiny(gdelta_dtype dtype) {
     return dtype == GDELTA_DTYPE_FP16 ? 0x1p-14 : 1e-30;
 }
 
-/* Gradients of gates and betas are dot products of two rows of V, or sums of many such: a token's, or a short
- * sequence's or a head's, may come out near 0 by chance where its parts are not. In an engine that rounds the rows to
- * 16 bits the error is that of the parts, so there such a gradient is measured against its own size, or, where that is
- * larger, what it would be with the root mean square of the whole tensor, which chance does not make small. A
- * parameter's gradient is a sum over the tokens, whose errors add up as the root of the sum of their squares; it is
- * also measured against that of the tokens' parts. */
-static bool is_sum_of_rounded(const test_engine *engine, role role) {
+/* An engine that rounds its operands to 8 bits (bf16) or 11 (fp16) gives the gradients of gates and betas, which are
+ * sums of products, with an error that follows their natural scale (scales.h). Rounding to nearest changes a number of
+ * p bits by 0.39 * 2^-p of itself, as a root mean square over mantissas. Each of the two factors of a term is rounded
+ * as it is (S and dS', or w and y), and holds the roundings of the products that it was made by: of S those of X and of
+ * beta W, of dS' those of y and of its row factors, of w and y those of R and W, of X and Z. Six in all, independent:
+ * sqrt(6) times as much. A sequence of few tokens has few such errors to average, and of the thousands that are
+ * compared some go to 2.7 of their standard deviations: 0.39 * 2^-8 * sqrt(6) * 2.7 = 1e-2 for bf16, the tolerance of
+ * these gradients against their own size, and an eighth of it for fp16. So they are measured against their size or,
+ * where that is larger, this part of their scale. */
+static double scale_part(gdelta_dtype dtype) {
+    return dtype == GDELTA_DTYPE_FP16 ? 0.125 : 1;
+}
+
+bool compare_needs_scales(const test_engine *engine, role role) {
     return engine == &test_engines[kHopper] && kind_of(role) == kGateGradient;
 }
 
-/* The root mean square of the whole tensor. */
-static double tensor_rms(const instance *x, role role) {
-    double sum = 0, count = 0;
-    FOR_ELEMENTS(x, role, n, row, head, column) {
-        sum += pow(instance_get(x, role, n, row, head, column), 2);
-        ++count;
-    }
-    return count > 0 ? sqrt(sum / count) : 0;
-}
-
-/* The root of the sum of the squares of what the tokens add to a head's gradient of dt_bias, d a_t, or of A_log:
- * d a_t softplus(z) / sigmoid(z), z = a_t + dt_bias. Of a reference instance, whose dg is d a_t. */
-static double parameter_parts(const instance *want, role role, int64_t head) {
+double compare_scale(const instance *scales, role role, int64_t sequence, int64_t head) {
     double sum = 0;
-    if (!want->tensor[kDG].present) return 0;
-    FOR_ELEMENTS(want, kDG, n, row, h, column) {
-        if (h != head) continue;
-        double part = instance_get(want, kDG, n, row, h, 0);
-        if (role == kDALog) {
-            double z = instance_get(want, kG, n, row, h, 0);
-            if (want->tensor[kDtBias].present) z += instance_get(want, kDtBias, 0, 0, h, 0);
-            part *= (z > 20 ? z : log1p(exp(z))) * (1 + exp(-z));
+    for (int64_t row = 0; row < instance_rows(scales, role, sequence); ++row) {
+        for (int64_t column = 0; column < instance_columns(scales, role); ++column) {
+            sum += pow(instance_get(scales, role, sequence, row, head, column), 2);
         }
-        sum += part * part;
     }
-    return sqrt(sum);
+    return scale_part(scales->c.dtype) * sqrt(sum);
 }
 
 /* ---- Slices ---- */
@@ -125,8 +115,8 @@ static double average_row(slice part, int64_t head) {
     return sqrt(sum / (double)rows);
 }
 
-/* compare_slices, with a root mean square that counts as the least of each head. */
-static bool compare_with_floor(slice got, slice want, double tolerance, double floor, bool parameters) {
+/* compare_slices; with scales, of whole sequences. */
+static bool compare_with_scales(slice got, slice want, double tolerance, const instance *scales) {
     if (!same_shape(got, want)) return false;
     int64_t rows = rows_of(got), columns = instance_columns(got.of, got.role);
     gdelta_dtype dtype = got.of->tensor[got.role].dtype;
@@ -146,8 +136,7 @@ static bool compare_with_floor(slice got, slice want, double tolerance, double f
             }
         }
         size = fmax(sqrt(size), tiny(dtype) * sqrt((double)(rows * columns)));
-        size = fmax(size, floor * sqrt((double)(rows * columns)));
-        if (parameters) size = fmax(size, parameter_parts(want.of, want.role, head));
+        if (scales) size = fmax(size, compare_scale(scales, want.role, want.sequence, head));
         if (want.rows) size = fmax(size, average_row(want, head) * sqrt((double)rows));
         if (rows * columns == 0 || sqrt(error) <= tolerance * size) continue;
         fprintf(stderr, "%s: relative error %.3g, tolerance %.3g\n", role_name(got.role), sqrt(error) / size,
@@ -159,7 +148,7 @@ static bool compare_with_floor(slice got, slice want, double tolerance, double f
 }
 
 bool compare_slices(slice got, slice want, double tolerance) {
-    return compare_with_floor(got, want, tolerance, 0, false);
+    return compare_with_scales(got, want, tolerance, NULL);
 }
 
 bool compare_slice_bits(slice got, slice want) {
@@ -186,19 +175,20 @@ bool compare_slice_bits(slice got, slice want) {
 
 bool compare_instances(const instance *got, const instance *want, role_set roles, const test_engine *engine) {
     bool good = true;
+    instance scales = {.before = NULL};
     for (role r = 0; r < kRoles; ++r) {
         if (!(roles & ROLE(r))) continue;
-        double tolerance = compare_tolerance(engine, r, got->tensor[r].dtype), floor = 0;
-        bool sum = is_sum_of_rounded(engine, r), parameters = sum && (r == kDALog || r == kDDtBias);
-        if (sum) floor = tensor_rms(want, r);
-        if (sum && got->c.strength >= kGateStrong) tolerance *= 2; /* few tokens are left to share the error */
+        double tolerance = compare_tolerance(engine, r, got->tensor[r].dtype);
+        bool scaled = compare_needs_scales(engine, r);
+        if (scaled && !scales.before) scales_create(&scales, got);
         for (int64_t n = 0; n < instance_sequences(got, r); ++n) {
             slice g = {got, r, n, 0, 0}, w = {want, r, n, 0, 0};
-            if (compare_with_floor(g, w, tolerance, floor, parameters)) continue;
+            if (compare_with_scales(g, w, tolerance, scaled ? &scales : NULL)) continue;
             good = false;
             break;
         }
     }
+    instance_destroy(&scales);
     return good;
 }
 

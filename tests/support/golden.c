@@ -8,6 +8,7 @@
 #include <unistd.h>
 
 #include "compare.h"
+#include "scales.h"
 
 enum { kInputFile = 0, kExpectedFile = 1, kNeeded = 2 };
 
@@ -222,7 +223,7 @@ void golden_free(golden *g) {
 /* ---- Results ---- */
 
 /* Where all that is expected is 0, the error is not relative: it must be 0 too. NaN counts as infinite. */
-static double worst_error(const golden *g, role r) {
+static double worst_error(const golden *g, role r, const instance *scales) {
     double worst = 0;
     for (int64_t n = 0; n < instance_sequences(&g->x, r); ++n)
         for (int64_t head = 0; head < instance_heads(&g->x, r); ++head) {
@@ -233,7 +234,8 @@ static double worst_error(const golden *g, role r) {
                     error += pow(instance_get(&g->x, r, n, row, head, column) - want, 2);
                     size += want * want;
                 }
-            double relative = error == 0 ? 0 : sqrt(error / size);
+            size = fmax(sqrt(size), scales ? compare_scale(scales, r, n, head) : 0);
+            double relative = error == 0 ? 0 : sqrt(error) / size;
             worst = isnan(relative) ? INFINITY : fmax(worst, relative);
         }
     return worst;
@@ -246,15 +248,22 @@ bool golden_needs_backward(const golden *g) {
 }
 
 bool golden_run(golden *g, const test_engine *engine, double error[kRoles]) {
+    instance scales = {.before = NULL};
+    bool good = true;
     for (role r = 0; r < kRoles; ++r) error[r] = -1;
-    for (gdelta_operation operation = GDELTA_OPERATION_FORWARD; operation <= GDELTA_OPERATION_BACKWARD; ++operation) {
+    for (gdelta_operation operation = 0; operation <= GDELTA_OPERATION_BACKWARD && good; ++operation) {
         if (operation == GDELTA_OPERATION_BACKWARD && !golden_needs_backward(g)) continue;
         if (!engine_runs(engine, &g->x.c, operation)) continue;
-        if (!instance_run(&g->x, engine, operation)) return false;
-        for (role r = 0; r < kRoles; ++r)
-            if (g->expected[r].data && instance_outputs(&g->x, operation) & ROLE(r)) error[r] = worst_error(g, r);
+        good = instance_run(&g->x, engine, operation);
+        for (role r = 0; r < kRoles && good; ++r) {
+            if (!g->expected[r].data || !(instance_outputs(&g->x, operation) & ROLE(r))) continue;
+            bool scaled = compare_needs_scales(engine, r);
+            if (scaled && !scales.before) scales_create(&scales, &g->x);
+            error[r] = worst_error(g, r, scaled ? &scales : NULL);
+        }
     }
-    return true;
+    instance_destroy(&scales);
+    return good;
 }
 
 double golden_tolerance(const test_engine *engine, role r) {

@@ -19,8 +19,8 @@ void golden_free(golden *g);
 bool golden_needs_backward(const golden *g);
 
 /* Runs forward, and backward if a gradient is expected and the engine has it. error[role] becomes the relative L2 error
- * of an expected tensor, the worst of its sequences and heads; -1 where the engine gave none. False, with the reason
- * printed, if a call fails. */
+ * of an expected tensor, the worst of its sequences and heads, relative to its natural scale where compare.h says so;
+ * -1 where the engine gave none. False, with the reason printed, if a call fails. */
 bool golden_run(golden *g, const test_engine *engine, double error[kRoles]);
 
 /* The engine's tolerance, but at least what expected values in fp32 allow. */
