@@ -103,14 +103,17 @@ static void update(const test_case *c, const token *token, const double *before,
  * what o adds to it, to that of the state before it. */
 static void adjoint(const test_case *c, const token *token, const double *before, const double *missing, double *ds,
                     double *log_scale, double *beta_scale) {
-    double du[kMostDim] = {0}, scale = c->has_scale ? c->scale : 1 / sqrt(c->dim_k), betas = 0, logs = 0;
+    double du[kMostDim] = {0}, parts[kMostDim] = {0}, scale = c->has_scale ? c->scale : 1 / sqrt(c->dim_k), betas = 0,
+           logs = 0;
     for (int i = 0; i < c->dim_k; ++i) {
         for (int j = 0; j < c->dim_v; ++j) {
             ds[i * c->dim_v + j] += scale * token->q[i] * token->d_o[j];
-            du[j] += token->k[i] * ds[i * c->dim_v + j];
+            double part = token->k[i] * ds[i * c->dim_v + j];
+            du[j] += part;
+            parts[j] += part * part;
         }
     }
-    for (int j = 0; j < c->dim_v; ++j) betas += pow(du[j] * missing[j], 2);
+    for (int j = 0; j < c->dim_v; ++j) betas += fmax(du[j] * du[j], parts[j]) * missing[j] * missing[j];
     for (int i = 0; i < c->dim_k; ++i) {
         for (int j = 0; j < c->dim_v; ++j) {
             double d = token->decay * (ds[i * c->dim_v + j] - token->k[i] * token->beta * du[j]);

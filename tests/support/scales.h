@@ -9,9 +9,9 @@
  * not follow: it changes each factor by a part of its own size, and so the sum by that part of the root of the sum of
  * the squares of its terms, the natural scale, however small the sum came out. (A bound of a dot product's error
  * likewise has |x| and |y| in it, not <x, y>.) Where nothing cancels by chance the scale is about the gradient itself.
- * Gradients of what gate and beta are made of, and of the parameters, have the scale times the chain's factor. A
- * parameter's is summed over tokens: linearly within a chunk of 64, whose tokens share the rounded state, else as
- * squares. */
+ * (dS^T k)_v is such a sum too, of the rounded dS, and counts as no smaller than its own scale. Gradients of what gate
+ * and beta are made of, and of the parameters, have the scale times the chain's factor. A parameter's is summed over
+ * tokens: linearly within a chunk of 64, whose tokens share the rounded state, else as squares. */
 #ifndef GDELTA_TESTS_SCALES_H
 #define GDELTA_TESTS_SCALES_H
 
