@@ -110,9 +110,10 @@ static gdelta_status choose_engines(const gdelta_problem *problem, const gdelta_
     bool long_enough = shape->tokens > kHopperMinTokens || (problem->flags & GDELTA_FLAG_BATCH_INVARIANT);
     bool hopper = problem->engine == GDELTA_ENGINE_AUTO && long_enough &&
                   hopper_fits(problem, shape, compute_capability, NULL, 0);
+    /* In backward fp16 adjoints underflow, and a linear gate's gradient next to 0 is lost in roundings (gdelta.h). */
+    bool exact = io_dtype(problem) == GDELTA_DTYPE_BF16 && shape->gate != GDELTA_GATE_LINEAR;
     engines->forward = hopper ? GDELTA_ENGINE_HOPPER : GDELTA_ENGINE_RECURRENT;
-    /* The hopper backward is not within the tolerances in all cases (gdelta.h): it must be asked for. */
-    engines->backward = GDELTA_ENGINE_RECURRENT;
+    engines->backward = hopper && exact ? GDELTA_ENGINE_HOPPER : GDELTA_ENGINE_RECURRENT;
     return check_recurrent(shape); /* it has step, and the calls that the other engine cannot take */
 }
 

@@ -83,7 +83,7 @@ GDELTA_INLINE int32_t gdelta_backward_tiles(int32_t dim_k, int32_t dim_v) {
 enum {
     kChunk = 64, /* tokens */
 
-    /* The longest sequence for which AUTO prefers the recurrent engine. One chunk, to be measured. */
+    /* The longest sequence for which AUTO prefers the recurrent engine. One chunk, to be measured; of backward too. */
     kHopperMinTokens = 64,
 
     /* Two numbers a token, and one a chunk padded to 16 bytes; in backward five. */

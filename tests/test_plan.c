@@ -68,9 +68,10 @@ static bool takes_hopper(const gdelta_problem *p) {
 #endif
 }
 
-/* And for backward: only by name. */
+/* And for backward: not of fp16 or a linear gate, but by name. */
 static bool takes_hopper_backward(const gdelta_problem *p) {
-    return takes_hopper(p) && p->engine == GDELTA_ENGINE_HOPPER;
+    bool exact = p->dtype != GDELTA_DTYPE_FP16 && p->gate != GDELTA_GATE_LINEAR;
+    return takes_hopper(p) && (p->engine == GDELTA_ENGINE_HOPPER || exact);
 }
 
 static size_t chunks_of(const gdelta_problem *p) {
@@ -486,6 +487,13 @@ static void expect_engine(const gdelta_problem *problem, const char *engine) {
     cr_expect_eq(strncmp(line, engine, strlen(engine)), 0, "'%s' is not %s", line, engine);
 }
 
+static void expect_backward(const gdelta_problem *problem, const char *engine) {
+    char line[kLine], words[40];
+    describe(problem, line);
+    snprintf(words, sizeof words, " backward (%s); ", engine);
+    cr_expect_not_null(strstr(line, words), "'%s' is not %s", line, engine);
+}
+
 /* A plan that AUTO makes leaves the last sentence alone, also where an engine did not fit. */
 Test(plan, auto_takes_the_fastest) {
     gdelta_problem p = dense(2, -1);
@@ -513,6 +521,17 @@ Test(plan, auto_takes_the_fastest) {
     expect_engine(&p, "hopper: ");
     p.tokens = 64;
     expect_engine(&p, "recurrent: ");
+    p = dense(2, 65);
+    expect_backward(&p, "hopper");
+    p.gate = GDELTA_GATE_LINEAR;
+    expect_backward(&p, "recurrent");
+    p = dense(2, 65);
+    p.dtype = GDELTA_DTYPE_FP16;
+    expect_backward(&p, "recurrent");
+    p = dense(2, 64);
+    expect_backward(&p, "recurrent");
+    p.flags = GDELTA_FLAG_BATCH_INVARIANT;
+    expect_backward(&p, "hopper");
     cr_expect_eq(strncmp(gdelta_last_error(), "tokens is -1;", 13), 0, "'%s'", gdelta_last_error());
 }
 

@@ -149,10 +149,11 @@ enum {
  * or v: it needs 16-bit elements, data aligned to 16 bytes and strides that are multiples of 8 elements; and where
  * checkpoints or states for backward are wanted. HOPPER by name refuses such calls.
  *
- * The hopper engine's backward must be asked for by name: dg and dbeta of short sequences and strong gates may differ
- * from the exact ones by 2e-2 of their length, and in fp16 gradients below 1e-7 are lost. It refuses what the copy
- * engine cannot take of q, k, v and d_o, and GDELTA_GATE_LINEAR where dg is wanted: a decay next to 0 has a gradient
- * that it cannot tell from its roundings. */
+ * AUTO runs a backward of bf16 on the hopper engine where it would run the forward there and the copy engine can take
+ * d_o too. Fp16, whose adjoints below 1e-7 are lost there, and GDELTA_GATE_LINEAR go to the recurrent engine unless
+ * HOPPER is named, which refuses dg of a linear gate: a decay next to 0 has a gradient that it cannot tell from its
+ * roundings. The hopper engine's dg and dbeta of a sequence and head are exact to 1e-2 of their length or, where chance
+ * makes their sums small, of the root of the sum of the squares of the products that are summed. */
 typedef int32_t gdelta_engine;
 enum {
     GDELTA_ENGINE_AUTO = 0,
@@ -162,7 +163,7 @@ enum {
 };
 
 /* What forward leaves in `saved` for backward. The hopper engine's backward makes all that it needs from the inputs,
- * faster than it could load it: 0 bytes in both modes. The recurrent engine: */
+ * faster than it could load it: 0 bytes in both modes. The recurrent engine (gdelta_plan_describe says which it is): */
 typedef int32_t gdelta_save_mode;
 enum {
     GDELTA_SAVE_COMPACT = 0, /* 0 bytes; backward recomputes */
@@ -179,7 +180,8 @@ enum {
 
 /* gdelta_problem.flags */
 enum {
-    /* A sequence's bits depend on nothing else in the batch, nor on where a longer text was cut at multiples of 64. */
+    /* A sequence's bits depend on nothing else in the batch, nor those of forward and step on where a longer text was
+     * cut at multiples of 64. */
     GDELTA_FLAG_BATCH_INVARIANT = 1
 };
 

@@ -91,7 +91,8 @@ static void poke(void *data, size_t size) {
 static struct {
     char *workspace, *saved;
     size_t workspace_bytes, saved_bytes;
-    bool real; /* these are memory, not addresses alone */
+    bool real;      /* these are memory, not addresses alone */
+    bool automatic; /* the engine is not named */
     struct {
         char *begin, *end;
     } part[16];
@@ -307,6 +308,7 @@ int gdelta_launch_hopper_backward(const gdelta_backward_call *call, const gdelta
     (void)stream, (void)maps;
     const gdelta_shape *s = &call->shape;
     hold_backward(call);
+    HOLD(!device.automatic || (call->in.q.dtype == GDELTA_DTYPE_BF16 && s->gate != GDELTA_GATE_LINEAR));
     use_chunks(s, &work->chunk, 324, 8192);
     wide heads = chunk_heads(s, s->heads_o);
     use(work->chunk.r, heads * 8192);
@@ -674,6 +676,7 @@ static void run_device(const gdelta_problem *p, any_args *args, gdelta_operation
     HOLD(gdelta_plan_saved_size(plan, &saved) == GDELTA_OK);
     if (status == GDELTA_OK) hold_growth(p, workspace, operation);
     device.real = workspace <= kMostBytes && saved <= kMostBytes;
+    device.automatic = p->engine == GDELTA_ENGINE_AUTO;
     device.workspace_bytes = workspace;
     device.saved_bytes = saved;
     device.workspace = buffer(workspace);
