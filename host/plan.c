@@ -107,13 +107,14 @@ static gdelta_status choose_engines(const gdelta_problem *problem, const gdelta_
         return gdelta_fail(GDELTA_ERROR_UNSUPPORTED, "engine is hopper (2), but %s", why);
     }
     /* Which engine runs must not follow the length where a text may be cut, for its bits follow the engine. */
-    bool long_enough = shape->tokens > kHopperMinTokens || (problem->flags & GDELTA_FLAG_BATCH_INVARIANT);
-    bool hopper = problem->engine == GDELTA_ENGINE_AUTO && long_enough &&
-                  hopper_fits(problem, shape, compute_capability, NULL, 0);
+    bool any_length = problem->flags & GDELTA_FLAG_BATCH_INVARIANT;
+    bool hopper = problem->engine == GDELTA_ENGINE_AUTO && hopper_fits(problem, shape, compute_capability, NULL, 0);
+    bool forward = hopper && (any_length || shape->tokens > kHopperMinTokens);
+    bool backward = hopper && (any_length || shape->tokens > kHopperBackwardMinTokens);
     /* In backward fp16 adjoints underflow, and a linear gate's gradient next to 0 is lost in roundings (gdelta.h). */
-    bool exact = io_dtype(problem) == GDELTA_DTYPE_BF16 && shape->gate != GDELTA_GATE_LINEAR;
-    engines->forward = hopper ? GDELTA_ENGINE_HOPPER : GDELTA_ENGINE_RECURRENT;
-    engines->backward = hopper && exact ? GDELTA_ENGINE_HOPPER : GDELTA_ENGINE_RECURRENT;
+    backward = backward && io_dtype(problem) == GDELTA_DTYPE_BF16 && shape->gate != GDELTA_GATE_LINEAR;
+    engines->forward = forward ? GDELTA_ENGINE_HOPPER : GDELTA_ENGINE_RECURRENT;
+    engines->backward = backward ? GDELTA_ENGINE_HOPPER : GDELTA_ENGINE_RECURRENT;
     return check_recurrent(shape); /* it has step, and the calls that the other engine cannot take */
 }
 

@@ -83,8 +83,12 @@ GDELTA_INLINE int32_t gdelta_backward_tiles(int32_t dim_k, int32_t dim_v) {
 enum {
     kChunk = 64, /* tokens */
 
-    /* The longest sequence for which AUTO prefers the recurrent engine. One chunk, to be measured; of backward too. */
+    /* The longest sequence for which AUTO prefers the recurrent engine. One chunk, to be measured. */
     kHopperMinTokens = 64,
+    /* Likewise of backward. 16/32, recurrent and hopper, us: 64 x 4: 366 and 438; 64 x 8: 604 and 441; 1 x 4: 55
+     * and 45.
+     */
+    kHopperBackwardMinTokens = 8,
 
     /* Two numbers a token, and one a chunk padded to 16 bytes; in backward five. */
     kHopperForwardRowFloats = 2 * kChunk + 4,

@@ -68,10 +68,14 @@ static bool takes_hopper(const gdelta_problem *p) {
 #endif
 }
 
-/* And for backward: not of fp16 or a linear gate, but by name. */
+/* And for backward: of shorter ones too, but not of fp16 or a linear gate. */
 static bool takes_hopper_backward(const gdelta_problem *p) {
-    bool exact = p->dtype != GDELTA_DTYPE_FP16 && p->gate != GDELTA_GATE_LINEAR;
-    return takes_hopper(p) && (p->engine == GDELTA_ENGINE_HOPPER || exact);
+    gdelta_problem named = *p;
+    named.engine = GDELTA_ENGINE_HOPPER;
+    if (p->engine != GDELTA_ENGINE_AUTO) return takes_hopper(p);
+    int64_t longest = p->tokens ? p->tokens : p->total_tokens;
+    return takes_hopper(&named) && p->dtype != GDELTA_DTYPE_FP16 && p->gate != GDELTA_GATE_LINEAR &&
+           (longest > 8 || (p->flags & GDELTA_FLAG_BATCH_INVARIANT));
 }
 
 static size_t chunks_of(const gdelta_problem *p) {
@@ -299,7 +303,7 @@ Test(plan, describe_cuts_like_snprintf) {
 
 /* Zero means default: naming the defaults changes nothing. */
 Test(plan, zeros_are_the_defaults) {
-    gdelta_problem zeros = dense(2, 64), named = zeros;
+    gdelta_problem zeros = dense(2, 8), named = zeros;
     named.layout = GDELTA_LAYOUT_BSHD;
     named.engine = GDELTA_ENGINE_RECURRENT;
     named.dtype = GDELTA_DTYPE_BF16;
@@ -521,14 +525,14 @@ Test(plan, auto_takes_the_fastest) {
     expect_engine(&p, "hopper: ");
     p.tokens = 64;
     expect_engine(&p, "recurrent: ");
-    p = dense(2, 65);
+    p = dense(2, 9);
     expect_backward(&p, "hopper");
     p.gate = GDELTA_GATE_LINEAR;
     expect_backward(&p, "recurrent");
-    p = dense(2, 65);
+    p = dense(2, 9);
     p.dtype = GDELTA_DTYPE_FP16;
     expect_backward(&p, "recurrent");
-    p = dense(2, 64);
+    p = dense(2, 8);
     expect_backward(&p, "recurrent");
     p.flags = GDELTA_FLAG_BATCH_INVARIANT;
     expect_backward(&p, "hopper");

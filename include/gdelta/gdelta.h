@@ -149,8 +149,8 @@ enum {
  * or v: it needs 16-bit elements, data aligned to 16 bytes and strides that are multiples of 8 elements; and where
  * checkpoints or states for backward are wanted. HOPPER by name refuses such calls.
  *
- * AUTO runs a backward of bf16 on the hopper engine where it would run the forward there and the copy engine can take
- * d_o too. Fp16, whose adjoints below 1e-7 are lost there, and GDELTA_GATE_LINEAR go to the recurrent engine unless
+ * AUTO runs a backward of bf16 on the hopper engine, of shorter sequences than a forward, where the copy engine can
+ * take d_o too. Fp16, whose adjoints below 1e-7 are lost there, and GDELTA_GATE_LINEAR go to the recurrent engine unless
  * HOPPER is named, which refuses dg of a linear gate: a decay next to 0 has a gradient that it cannot tell from its
  * roundings. The hopper engine's dg and dbeta of a sequence and head are exact to 1e-2 of their length or, where chance
  * makes their sums small, of the root of the sum of the squares of the products that are summed. */

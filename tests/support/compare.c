@@ -51,9 +51,14 @@ static double tiny(gdelta_dtype dtype) {
  * sqrt(6) times as much. A sequence of few tokens has few such errors to average, and of the thousands that are
  * compared some go to 2.7 of their standard deviations: 0.39 * 2^-8 * sqrt(6) * 2.7 = 1e-2 for bf16, the tolerance of
  * these gradients against their own size, and an eighth of it for fp16. So they are measured against their size or,
- * where that is larger, this part of their scale. */
-static double scale_part(gdelta_dtype dtype) {
-    return dtype == GDELTA_DTYPE_FP16 ? 0.125 : 1;
+ * where that is larger, this part of their scale. Where gates are strong the tolerance of their size is twice that, for
+ * few tokens are left to share the error; that of the scale stays. */
+static bool is_strong(const test_case *c) {
+    return c->strength >= kGateStrong;
+}
+
+static double scale_part(const test_case *c) {
+    return (c->dtype == GDELTA_DTYPE_FP16 ? 0.125 : 1) / (is_strong(c) ? 2 : 1);
 }
 
 bool compare_needs_scales(const test_engine *engine, role role) {
@@ -67,7 +72,7 @@ double compare_scale(const instance *scales, role role, int64_t sequence, int64_
             sum += pow(instance_get(scales, role, sequence, row, head, column), 2);
         }
     }
-    return scale_part(scales->c.dtype) * sqrt(sum);
+    return scale_part(&scales->c) * sqrt(sum);
 }
 
 /* ---- Slices ---- */
@@ -181,6 +186,7 @@ bool compare_instances(const instance *got, const instance *want, role_set roles
         double tolerance = compare_tolerance(engine, r, got->tensor[r].dtype);
         bool scaled = compare_needs_scales(engine, r);
         if (scaled && !scales.before) scales_create(&scales, got);
+        if (scaled && is_strong(&got->c)) tolerance *= 2;
         for (int64_t n = 0; n < instance_sequences(got, r); ++n) {
             slice g = {got, r, n, 0, 0}, w = {want, r, n, 0, 0};
             if (compare_with_scales(g, w, tolerance, scaled ? &scales : NULL)) continue;
