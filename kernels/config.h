@@ -39,6 +39,12 @@ enum {
     kStepManyHeads = 64,
     /* Of a step's block, bytes: what every architecture from sm_80 on has. Only K > 128 with many tokens needs more. */
     kStepMostShared = 96 * 1024,
+    /* And besides what it asks for: its jobs, and 1 KB that the system keeps. */
+    kStepOtherShared = 2 * 1024,
+    /* Places for states in a step's block: one is worked on while the next is fetched. */
+    kStepPlaces = 2,
+    kStepJobs = kStepPlaces + 2, /* known pieces: those in places, the one after them, and one that is being left */
+    kStepServers = 2,
 
     /* Backward: at most 8 warps. Two register tiles, S and dS. */
     kBackwardWarps = 8,

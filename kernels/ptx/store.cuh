@@ -45,8 +45,13 @@ __device__ __forceinline__ void copy_async(void *shared, const void *global, boo
         : "memory");
 }
 
-__device__ __forceinline__ void wait_copies() {
-    asm volatile("cp.async.wait_all;" ::: "memory");
+// A group: what the thread has begun since the last one. Returns when all but the `Left` youngest have arrived.
+__device__ __forceinline__ void end_copy_group() {
+    asm volatile("cp.async.commit_group;" ::: "memory");
+}
+template <int Left>
+__device__ __forceinline__ void wait_copy_groups() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(Left) : "memory");
 }
 
 }  // namespace gdelta

@@ -4,80 +4,92 @@
 //
 // Shared memory: rows of 16-byte chunks as they lie in device memory. [K, V]: K rows of the block's columns, which all
 // its warps copy together. [V, K]: a row for each column, which the warp that owns it copies alone. Lanes that take
-// their packs at the same time stand 4 rows apart: there the places of chunks are exchanged, so that each lane finds
-// banks of its own.
+// their packs at the same time stand 4 rows apart: there the places of chunks within 128 bytes are exchanged, so that
+// each lane finds banks of its own. Rows have one length whatever the block's width, and the exchange repeats, so that
+// a lane's places differ by constants.
 #pragma once
 
+#include "kernels/ptx/barrier.cuh"
 #include "kernels/recurrent/tile.cuh"
 
 namespace gdelta {
 
+constexpr int kStateBarrier = 1;  // of the warps that hold a state
+
+// Columns of V of the widest block.
+template <int Width>
+constexpr int kBlockColumns = Width <= 128 ? kForwardColumns : kForwardColumns / 2;
+
 template <int Width, typename T, bool Vk>
 struct StateBlock {
     using Lanes = Tile<Width, kForwardLaneColumns>;
-    static constexpr int kChunk = 16 / sizeof(T);      // elements
-    static constexpr int kRowChunks = Width / kChunk;  // [V, K]
+    static constexpr int kChunk = 16 / sizeof(T);  // elements
+    static constexpr int kRowChunks = (Vk ? Width : kBlockColumns<Width>) / kChunk;
+    static constexpr int kRow = 16 * kRowChunks;  // bytes
+    static constexpr int kBytes = Width * kBlockColumns<Width> * sizeof(T);
+    static constexpr int kCopied = Vk ? 32 / (kRowChunks < 32 ? kRowChunks : 32) : 2 * kChunk;  // rows at a time
     // Chunks that the lanes of one access take in one row: 8 lanes of 16 bytes, 16 of 8.
     static constexpr int kSide = !Vk && sizeof(T) == 4 ? 4 : 2;
 
     unsigned char *shared;
+    int warps;
     T *global;          // the first element of the block's part
     int pitch;          // elements from row to row there
     int rows, columns;  // that lie within the state from there on; columns: elements of a row
-    int shift;          // log2 of the chunks of a row
 
-    static __host__ __device__ constexpr int bytes(int threads) {
-        return threads * (Width / 8) * kForwardLaneColumns * static_cast<int>(sizeof(T));
-    }
-
-    __device__ __forceinline__ StateBlock(unsigned char *shared, const gdelta_state_view &view, int64_t offset,
-                                          int first_column, int dim_k, int dim_v)
+    __device__ __forceinline__ StateBlock(unsigned char *shared, int warps, const gdelta_state_view &view,
+                                          int64_t offset, int first_column, int dim_k, int dim_v)
         : shared(shared),
+          warps(warps),
           global(static_cast<T *>(view.data) + offset + first_column * (Vk ? dim_k : 1)),
           pitch(Vk ? dim_k : dim_v),
           rows(Vk ? dim_v - first_column : dim_k),
-          columns(Vk ? dim_k : dim_v - first_column),
-          shift(log2_of(Vk ? kRowChunks : static_cast<int>(blockDim.x / 32) * kForwardWarpColumns / kChunk)) {
+          columns(Vk ? dim_k : dim_v - first_column) {
     }
 
-    static __device__ __forceinline__ int log2_of(int power) {
-        return __ffs(power) - 1;
-    }
+    static constexpr int kExchanged = kRowChunks < 8 ? kRowChunks : 8;
 
     __device__ __forceinline__ unsigned char *place(int row, int chunk) const {
-        int exchange = (row / 4 * kSide % 8) & ((1 << shift) - 1);
-        return shared + (((row << shift) + (chunk ^ exchange)) * 16);
+        return shared + row * kRow + (chunk ^ row / 4 * kSide % kExchanged) * 16;
     }
 
     // f(place, address, inside) for each chunk that this thread copies.
     template <typename F>
     __device__ __forceinline__ void for_chunks(F f) const {
-        constexpr int kParts = Vk && kRowChunks > 32 ? kRowChunks / 32 : 1;  // of a row, for one warp
-        constexpr int kStep = !Vk ? 32 / static_cast<int>(sizeof(T)) : kRowChunks > 32 ? 1 : 32 / kRowChunks;
+        constexpr int kParts = kRowChunks > 32 ? kRowChunks / 32 : 1;  // of a row of [V, K], for one warp
+        constexpr bool kAlike = kCopied % 4 == 0 && kCopied / 4 * kSide % kExchanged == 0;
         constexpr int kRows = Vk ? kForwardWarpColumns : Width;
+        int shift = __ffs(Vk ? (kRowChunks < 32 ? kRowChunks : 32) : warps * (kForwardWarpColumns / kChunk)) - 1;
         int thread = static_cast<int>(Vk ? threadIdx.x % 32 : threadIdx.x), chunk = thread & ((1 << shift) - 1);
         int row = (thread >> shift) + (Vk ? static_cast<int>(threadIdx.x / 32) * kForwardWarpColumns : 0);
+        unsigned char *to = place(row, chunk);
         T *at = global + row * pitch + chunk * kChunk;
 #pragma unroll
-        for (int i = 0; i < kRows; i += kStep, at += kStep * pitch)
+        for (int i = 0; i < kRows; i += kCopied, at += kCopied * pitch)
 #pragma unroll
             for (int part = 0; part < kParts; ++part) {
-                int first = chunk + 32 * part;
-                f(place(row + i, first), at + 32 * part * kChunk, row + i < rows && first * kChunk < columns);
+                bool inside = row + i < rows && (chunk + 32 * part) * kChunk < columns;
+                f((kAlike ? to + i * kRow : place(row + i, chunk)) + 512 * part, at + 32 * part * kChunk, inside);
             }
     }
 
     // f(i, j, c, pack) for each pack of this lane: element n is s.x[i][j + n][c] if Vk, else s.x[i][j][c + n].
     template <typename F>
     __device__ __forceinline__ void for_packs(TilePlace p, int first_column, F f) const {
-        int column = p.column - first_column;
+        constexpr int kTurn =
+            Vk ? 128 / (32 * static_cast<int>(sizeof(T))) : 1;  // groups of rows side by side in 128 bytes
+        int column = p.column - first_column, row = 4 * p.lane_k;
+        unsigned char *base[kTurn];
+#pragma unroll
+        for (int i = 0; i < kTurn; ++i) {
+            int element = Vk ? row + 32 * i : column;
+            base[i] = place(Vk ? column : row, element / kChunk) + element % kChunk * sizeof(T);
+        }
 #pragma unroll
         for (int i = 0; i < Width / 32; ++i)
 #pragma unroll
             for (int other = 0; other < 4; ++other) {
-                int k = 32 * i + 4 * p.lane_k + (Vk ? 0 : other), v = column + (Vk ? other : 0);
-                int row = Vk ? v : k, element = Vk ? k : v;
-                auto *at = place(row, element / kChunk) + element % kChunk * sizeof(T);
+                auto *at = base[i % kTurn] + other * kRow + (Vk ? i / kTurn * 128 : 32 * i * kRow);
                 f(i, Vk ? 0 : other, Vk ? other : 0, *reinterpret_cast<Pack<T, 4> *>(at));
             }
     }
@@ -94,15 +106,16 @@ struct StateBlock {
         });
     }
 
-    // Back, by way of the same places: those that meet in a row have all put their packs there.
-    __device__ __forceinline__ void store(TilePlace p, int first_column, const Lanes &s) const {
+    // Back, by way of the same places: those that meet in a row have all put their packs there. Afterwards this thread
+    // may fetch into them again, stored or not: the others have taken theirs.
+    __device__ __forceinline__ void store(TilePlace p, int first_column, const Lanes &s, bool wanted) const {
         for_packs(p, first_column, [&](int i, int j, int c, Pack<T, 4> &pack) {
 #pragma unroll
             for (int n = 0; n < 4; ++n) from_float(s.x[i][j + (Vk ? n : 0)][c + (Vk ? 0 : n)], &pack.x[n]);
         });
-        Vk ? __syncwarp() : __syncthreads();
-        for_chunks([](const unsigned char *place, T *to, bool inside) {
-            if (inside) st_global(to, *reinterpret_cast<const uint4 *>(place));
+        Vk ? __syncwarp() : named_barrier(kStateBarrier, 32 * warps);
+        for_chunks([wanted](const unsigned char *place, T *to, bool inside) {
+            if (wanted && inside) st_global(to, *reinterpret_cast<const uint4 *>(place));
         });
     }
 };

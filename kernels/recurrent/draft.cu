@@ -86,7 +86,8 @@ __global__ void __launch_bounds__(2 * kForwardColumns, Width <= 128 ? 3 : 1)
         return;
     }
     Tile<Width, kForwardLaneColumns> s;
-    f.stage_rows(early, rows, length, [&] { load_initial(s, p, step.in, shape, early.sequence.initial); });
+    f.stage_rows(early, rows, length, thread / 32, static_cast<int>(blockDim.x / 32),
+                 [&] { load_initial(s, p, step.in, shape, early.sequence.initial); });
     __syncthreads();
     if (call.record.u.data) draft.record_keys(rows, length);
 #pragma unroll 1
@@ -166,7 +167,7 @@ __global__ void __launch_bounds__(2 * kForwardColumns, Width <= 128 ? 4 : 1)
 template <int Width, typename Call>
 static int launch(void (*kernel)(Call, unsigned), const gdelta_shape &shape, const Call &call, gdelta_stream stream) {
     size_t bytes = static_cast<size_t>(shape.tokens) * sizeof(StagedRow<Width>);
-    Launch launch(shape, kForwardColumns, bytes, stream);
+    Launch launch(shape, warps_of(shape, kForwardColumns), bytes, stream);
     return cudaLaunchKernelEx(&launch.config, kernel, call, launch.tiles);
 }
 

@@ -10,9 +10,14 @@
 // to the other: loads fly while tokens are computed.
 //
 // recurrent_step: at most 16 tokens (every step), so that what counts is the state, 128 KB a head in fp32 read and
-// written, and how soon its loads are on their way. All threads find out where their block's state is and ask for all
-// of it (block.cuh); the rows of q, k, v and the gates follow, and only then does anything wait. Dynamic shared memory:
-// the state, then T rows.
+// written, that its loads never pause, and how soon the first ones are on their way. As many blocks as fit take turns
+// at the pieces (sequence, output head, tile of V). Block: warps
+//
+//   servers      ahead of the others: where the states of the next pieces are; stage the rows of q, k, v and the gates
+//   state 0 ..   16 columns of V each: copy the next piece's state to shared memory, take this one's to registers, the
+//                tokens, and back through shared memory (block.cuh)
+//
+// All meet once a turn, at which this piece's rows and state are there and the next one's state is on its way.
 #include "kernels/recurrent/block.cuh"
 #include "kernels/recurrent/forward.cuh"
 
@@ -103,57 +108,149 @@ __global__ void __launch_bounds__(2 * kForwardColumns, Width <= 128 ? 3 : 1)
 
 // ---- At most 16 tokens ----
 
+// A piece of work as all warps of its block know it: the sequence, and where o lies, are all that `at` has.
+struct StepJob {
+    Job at;
+    int head, first_column;
+};
+
+// Shared memory: kStepPlaces states, T rows of this turn and of the next.
+template <int Width, typename T>
+struct StepPlan {
+    int warps, tokens;
+    unsigned pieces, tiles;
+
+    __host__ __device__ int columns() const {
+        return warps * kForwardWarpColumns;
+    }
+    static constexpr int kStateBytes = StateBlock<Width, T, false>::kBytes;
+    __host__ __device__ int row_bytes() const {
+        return tokens * static_cast<int>(sizeof(StagedRow<Width>));
+    }
+    __host__ __device__ int bytes() const {
+        return kStepPlaces * kStateBytes + 2 * row_bytes();
+    }
+};
+
 template <int Width>
 constexpr int kStepBlocks = Width == 64    ? 5
-                            : Width == 128 ? 4
+                            : Width == 128 ? 3
                                            : 1;  // an SM
+
+// Of a step's piece: its sequence, and where it lies.
+template <int Width, typename T>
+__device__ __forceinline__ void find_piece(const gdelta_forward_call &call, const StepPlan<Width, T> &plan,
+                                           unsigned piece, bool reporter, StepJob &job) {
+    BlockPlace place = place_of(call.shape, piece, plan.tiles, plan.columns());
+    job.at.sequence = find_sequence(call.shape, call.in, call.final, place.n, place.head, place.reporter && reporter);
+    job.head = place.head;
+    job.first_column = place.first_column;
+}
+
+// A server: stages rows `server`, `server` + kStepServers, ... of pieces blockIdx.x + turn * gridDim.x; the next row is
+// always on its way. The last one finds out the pieces, kStepPlaces + 1 turns ahead, but the first, which all do.
+template <int Width, typename T>
+__device__ __forceinline__ void serve_step(const gdelta_forward_call &call, const StepPlan<Width, T> &plan, int server,
+                                           const StepJob &first, StepJob (&jobs)[kStepJobs], unsigned char *rows) {
+    constexpr unsigned kAhead = kStepPlaces + 1;
+    const gdelta_shape &shape = call.shape;
+    unsigned lane = threadIdx.x % 32, turn = 0;
+    Job at;
+    ForwardRow<Width> row;
+    GateBits gate;
+    auto find = [&](unsigned piece, StepJob &job) {
+        if (piece < plan.pieces) find_piece(call, plan, piece, true, job);
+    };
+    auto begin = [&](const StepJob &job, StepJob &shared_job) {
+        find_rows(shape, call.in, job.at.sequence, job.head, at);
+        if (server == 0 && lane == 0) shared_job.at.o = first_of(call.o, job.at.sequence, job.head);
+        Forward<Width> f = {call, job.at, job.head, job.first_column};
+        gate.load(call.in, job.head);
+        if (!job.at.sequence.skip && server < job.at.sequence.length) f.load(at, server, row);
+    };
+    if (server == 0 && lane == 0) jobs[0] = first;
+    if (server == kStepServers - 1 && lane > 0 && lane <= kStepPlaces) find(blockIdx.x + lane * gridDim.x, jobs[lane]);
+    begin(first, jobs[0]);
+    __syncthreads();
+#pragma unroll 1
+    for (unsigned piece = blockIdx.x; piece < plan.pieces; piece += gridDim.x, ++turn) {
+        const StepJob &job = jobs[turn % kStepJobs];
+        Forward<Width> f = {call, job.at, job.head, job.first_column};
+        int length = job.at.sequence.skip ? 0 : static_cast<int>(job.at.sequence.length);
+        auto *staged = reinterpret_cast<StagedRow<Width> *>(rows + turn % 2 * plan.row_bytes());
+        GateParameters parameters = gate.parameters(call.in);
+#pragma unroll 1
+        for (int t = server; t < length; t += kStepServers) {
+            ForwardRow<Width> now = row;
+            if (t + kStepServers < length) f.load(at, t + kStepServers, row);
+            f.store(now, staged[t], parameters);
+        }
+        StepJob &next = jobs[(turn + 1) % kStepJobs];
+        if (piece + gridDim.x < plan.pieces) begin(next, next);
+        __syncthreads();
+        if (server == kStepServers - 1 && lane == 0)
+            find(piece + kAhead * gridDim.x, jobs[(turn + kAhead) % kStepJobs]);
+    }
+}
 
 // T and Vk: type and order of all states there are. They lie in whole chunks of 16 bytes.
 template <int Width, typename T, bool Vk>
-__global__ void __launch_bounds__(2 * kForwardColumns, kStepBlocks<Width>)
-    recurrent_step(const __grid_constant__ gdelta_forward_call call, const int32_t *malformed, unsigned tiles) {
+__global__ void __launch_bounds__(2 * kForwardColumns + 32 * kStepServers, kStepBlocks<Width>)
+    recurrent_step(const __grid_constant__ gdelta_forward_call call, const int32_t *malformed,
+                   const __grid_constant__ StepPlan<Width, T> plan) {
     extern __shared__ __align__(128) unsigned char shared[];
-    __shared__ Job at;
+    __shared__ StepJob jobs[kStepJobs];
     const gdelta_shape &shape = call.shape;
     wait_for_grids();
     if (is_malformed(malformed)) return;
+    unsigned char *states = shared, *rows = shared + kStepPlaces * plan.kStateBytes;
+    StepJob first;
+    find_piece(call, plan, blockIdx.x, threadIdx.x == 0, first);
+    int server = static_cast<int>(threadIdx.x / 32) - plan.warps;
+    if (server >= 0) return serve_step(call, plan, server, first, jobs, rows);
 
-    BlockPlace block = block_place(shape, tiles);
-    Job early;
-    Forward<Width> f = {call, at, block.head, block.first_column};
-    Sequence sequence = find_sequence(shape, call.in, call.final, block.n, f.head, block.reporter);
-    using State = StateBlock<Width, T, Vk>;
-    bool has_initial = !sequence.skip && sequence.initial >= 0;
-    State initial(shared, call.in.initial, sequence.initial, f.first_column, shape.dim_k, shape.dim_v);
-    if (has_initial) initial.fetch();
-    int length = static_cast<int>(sequence.length), warp = static_cast<int>(threadIdx.x / 32);
-    if (warp == 0 || warp < length) find_rows(shape, call.in, sequence, f.head, early);
-    if (threadIdx.x == 0) {
-        at = early;
-        at.o = first_of(call.o, sequence, f.head);
-    }
-
-    TilePlace p = tile_place<f.kColumns>(f.first_column);
-    if (sequence.skip) {
-        __syncthreads();
-        for (int t = 0; t < length; ++t) f.write_o(p, t, 0.0f);
-        return;
-    }
-    auto *rows = reinterpret_cast<StagedRow<Width> *>(shared + State::bytes(blockDim.x));
-    f.stage_rows(early, rows, length, [] {});
-    wait_copies();
+    auto state = [&](unsigned turn, const gdelta_state_view &view, int64_t offset, int first_column) {
+        return StateBlock<Width, T, Vk>(states + turn % kStepPlaces * plan.kStateBytes, plan.warps, view, offset,
+                                        first_column, shape.dim_k, shape.dim_v);
+    };
+    auto fetch = [&](unsigned turn, unsigned piece, const StepJob &job) {
+        const Sequence &sequence = job.at.sequence;
+        if (piece < plan.pieces && !sequence.skip && sequence.initial >= 0) {
+            state(turn, call.in.initial, sequence.initial, job.first_column).fetch();
+        }
+        end_copy_group();
+    };
+    constexpr unsigned kAhead = kStepPlaces - 1;
+    fetch(0, blockIdx.x, first);
     __syncthreads();
-    Tile<Width, f.kColumns> s;
-    if (has_initial) {
-        initial.take(p, f.first_column, s);
-    } else {
-        clear_tile(s);
-    }
+#pragma unroll
+    for (unsigned i = 1; i < kAhead; ++i) fetch(i, blockIdx.x + i * gridDim.x, jobs[i]);
+    unsigned turn = 0;
 #pragma unroll 1
-    for (int t = 0; t < length; ++t) f.token(s, p, rows[t], t);
-    if (at.sequence.final < 0) return;
-    p.lane_k = opaque(p.lane_k), p.column = opaque(p.column);  // else the tokens' loop keeps these addresses: spills
-    State(shared, call.final, at.sequence.final, f.first_column, shape.dim_k, shape.dim_v).store(p, f.first_column, s);
+    for (unsigned piece = blockIdx.x; piece < plan.pieces; piece += gridDim.x, ++turn) {
+        fetch(turn + kAhead, piece + kAhead * gridDim.x, jobs[(turn + kAhead) % kStepJobs]);
+        wait_copy_groups<kAhead>();
+        __syncthreads();  // this turn's state and rows are here, and the job after the next
+        const StepJob &job = jobs[turn % kStepJobs];
+        const Sequence &sequence = job.at.sequence;
+        Forward<Width> f = {call, job.at, job.head, job.first_column};
+        TilePlace p = tile_place<f.kColumns>(f.first_column);
+        int length = static_cast<int>(sequence.length);
+        if (sequence.skip) {
+            for (int t = 0; t < length; ++t) f.write_o(p, t, 0.0f);
+            continue;
+        }
+        Tile<Width, f.kColumns> s;
+        if (sequence.initial >= 0) {
+            state(turn, call.in.initial, sequence.initial, f.first_column).take(p, f.first_column, s);
+        } else {
+            clear_tile(s);
+        }
+        auto *now = reinterpret_cast<const StagedRow<Width> *>(rows + turn % 2 * plan.row_bytes());
+#pragma unroll 1
+        for (int t = 0; t < length; ++t) f.token(s, p, now[t], t);
+        state(turn, call.final, sequence.final, f.first_column).store(p, f.first_column, s, sequence.final >= 0);
+    }
 }
 
 // Whether the state lies in whole chunks of 16 bytes.
@@ -168,7 +265,7 @@ static bool has_chunks(const gdelta_state_view &view, const gdelta_shape &shape)
 template <int Width>
 static cudaError_t launch_long(const gdelta_forward_call &call, const gdelta_recurrent_work &work,
                                gdelta_stream stream) {
-    Launch launch(call.shape, kForwardColumns, 0, stream);
+    Launch launch(call.shape, warps_of(call.shape, kForwardColumns), 0, stream);
     return cudaLaunchKernelEx(&launch.config, recurrent_forward<Width>, call, work, launch.tiles);
 }
 
@@ -176,21 +273,28 @@ template <int Width, typename T>
 static cudaError_t launch_step(const gdelta_forward_call &call, const gdelta_recurrent_work &work,
                                gdelta_stream stream) {
     const gdelta_shape &shape = call.shape;
-    int columns = shape.sequences * shape.heads_o < kStepManyHeads ? kForwardColumns / 2 : kForwardColumns;
-    Launch launch(shape, columns, static_cast<size_t>(shape.tokens) * sizeof(StagedRow<Width>), stream);
-    bool vk = (call.in.initial.data ? call.in.initial : call.final).order == GDELTA_STATE_VK;
-    auto *kernel = vk ? recurrent_step<Width, T, true> : recurrent_step<Width, T, false>;
-    size_t &bytes = launch.config.dynamicSmemBytes;
-    bytes += StateBlock<Width, T, false>::bytes(launch.config.blockDim.x);
-    if (bytes > kStepMostShared || !has_chunks<T>(call.in.initial, shape) || !has_chunks<T>(call.final, shape)) {
+    bool few = shape.sequences * shape.heads_o < kStepManyHeads;
+    int columns = few ? kForwardColumns / 2 : kBlockColumns<Width>;
+    StepPlan<Width, T> plan = {warps_of(shape, columns), static_cast<int>(shape.tokens), 0, 0};
+    if (plan.bytes() > kStepMostShared || !has_chunks<T>(call.in.initial, shape) || !has_chunks<T>(call.final, shape)) {
         return launch_long<Width>(call, work, stream);
     }
-    if (bytes > 48 * 1024) {  // what a kernel has without being asked
-        cudaError_t error =
-            cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes));
+    Launch launch(shape, plan.warps, static_cast<size_t>(plan.bytes()), stream);
+    plan.pieces = launch.config.gridDim.x;
+    plan.tiles = launch.tiles;
+    // As many blocks as are at work at once.
+    int room = launch.attribute_of(cudaDevAttrMaxSharedMemoryPerMultiprocessor) / (plan.bytes() + kStepOtherShared);
+    int blocks = room < 1 ? 1 : room < kStepBlocks<Width> ? room : kStepBlocks<Width>;
+    auto most = static_cast<unsigned>(blocks * launch.attribute_of(cudaDevAttrMultiProcessorCount));
+    if (launch.config.gridDim.x > most) launch.config.gridDim.x = most;
+    launch.config.blockDim.x += 32 * kStepServers;
+    bool vk = (call.in.initial.data ? call.in.initial : call.final).order == GDELTA_STATE_VK;
+    auto *kernel = vk ? recurrent_step<Width, T, true> : recurrent_step<Width, T, false>;
+    if (plan.bytes() > 48 * 1024) {  // what a kernel has without being asked
+        cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, plan.bytes());
         if (error != cudaSuccess) return error;
     }
-    return cudaLaunchKernelEx(&launch.config, kernel, call, work.malformed, launch.tiles);
+    return cudaLaunchKernelEx(&launch.config, kernel, call, work.malformed, plan);
 }
 
 template <int Width>

@@ -57,9 +57,18 @@ struct Forward {
         const gdelta_shape &shape = call.shape;
         const gdelta_inputs &in = call.in;
         int lane = threadIdx.x % 32;
-        row.q.load(in.q.data, in.q.dtype, job.q + t * in.q.token, shape.dim_k, lane);
-        row.k.load(in.k.data, in.k.dtype, job.k + t * in.k.token, shape.dim_k, lane);
-        row.v.load(in.v.data, in.v.dtype, job.v + t * in.v.token + first_column, shape.dim_v - first_column, lane);
+        auto load_as = [&](auto *type) {
+            using Bits = const std::remove_pointer_t<decltype(type)>;
+            row.q.load_as(static_cast<Bits *>(in.q.data) + job.q + t * in.q.token, shape.dim_k, lane);
+            row.k.load_as(static_cast<Bits *>(in.k.data) + job.k + t * in.k.token, shape.dim_k, lane);
+            row.v.load_as(static_cast<Bits *>(in.v.data) + job.v + t * in.v.token + first_column,
+                          shape.dim_v - first_column, lane);
+        };
+        if (in.q.dtype == GDELTA_DTYPE_FP32) {  // q, k and v have one type
+            load_as(static_cast<uint32_t *>(nullptr));
+        } else {
+            load_as(static_cast<uint16_t *>(nullptr));
+        }
         row.gates.load(in, job.g + t * in.g.token, job.beta + t * in.beta.token);
     }
 
@@ -69,33 +78,37 @@ struct Forward {
         int lane = threadIdx.x % 32;
         float q[Width / 32], k[Width / 32], v[kForwardColumns / 32];
         row.q.values(in.q.dtype, q);
-        row.k.values(in.k.dtype, k);
-        row.v.values(in.v.dtype, v);
-        float sum_q = sum_lanes<31>(square_sum(q)), sum_k = sum_lanes<31>(square_sum(k)), kq = 0.0f;
-        float norm_q = norm_of(call.shape, sum_q), norm_k = norm_of(call.shape, sum_k);
+        row.k.values(in.q.dtype, k);
+        row.v.values(in.q.dtype, v);
+        // Three sums side by side, then both norms at once, q's on the even lanes.
+        float sum_q = square_sum(q), sum_k = square_sum(k), kq = 0.0f;
+#pragma unroll
+        for (int i = 0; i < Width / 32; ++i) kq = fmaf(k[i], q[i], kq);
+        sum_q = sum_lanes<31>(sum_q), sum_k = sum_lanes<31>(sum_k), kq = sum_lanes<31>(kq);
+        float norm = norm_of(call.shape, lane % 2 ? sum_k : sum_q);
+        float norm_q = __shfl_sync(0xffffffffu, norm, 0), norm_k = __shfl_sync(0xffffffffu, norm, 1);
 #pragma unroll
         for (int i = 0; i < Width / 32; ++i) {
-            kq = fmaf(k[i] * norm_k, q[i] * norm_q, kq);
             staged.q[lane + 32 * i] = q[i] * norm_q;
             staged.k[lane + 32 * i] = k[i] * norm_k;
         }
 #pragma unroll
         for (int i = 0; i < kForwardColumns / 32; ++i) staged.v[lane + 32 * i] = v[i];
-        kq = sum_lanes<31>(kq);
+        float decay = row.gates.decay(call.shape, in, gate), beta = row.gates.beta_value(call.shape, in);
         if (lane == 0) {
-            staged.decay = row.gates.decay(call.shape, in, gate);
-            staged.beta = row.gates.beta_value(call.shape, in);
-            staged.kq = kq;
+            staged.decay = decay;
+            staged.beta = beta;
+            staged.kq =
+                norm > 0.0f && norm_k > 0.0f ? kq * norm_q * norm_k : 0.0f;  // a norm of 0: its square overflowed
         }
     }
 
-    // All rows of at most 2 * kForwardStage; a barrier must follow. Loads first, by `early`, what this thread found out
-    // itself; `between` runs while they are on their way. From then on all that is not needed at once stands in shared
-    // memory.
+    // All rows of the job, by warps `warp`, `warp` + `warps`, ...; a barrier must follow. Loads first; `between` runs
+    // while the first ones are on their way.
     template <typename F>
-    __device__ __forceinline__ void stage_rows(const Job &early, StagedRow<Width> *rows, int length, F between) const {
+    __device__ __forceinline__ void stage_rows(const Job &job, StagedRow<Width> *rows, int length, int warp, int warps,
+                                               F between) const {
         constexpr int kAhead = Width <= 128 ? 2 : 1;
-        int warp = static_cast<int>(threadIdx.x / 32), warps = static_cast<int>(blockDim.x / 32);
         ForwardRow<Width> ahead[kAhead];
         GateBits gate;
         gate.load(call.in, head);
@@ -103,7 +116,7 @@ struct Forward {
         for (int first = warp; first < length || first == warp; first += kAhead * warps) {
 #pragma unroll
             for (int i = 0; i < kAhead; ++i) {
-                if (first + i * warps < length) load(early, first + i * warps, ahead[i]);
+                if (first + i * warps < length) load(job, first + i * warps, ahead[i]);
             }
             if (first == warp) between();
 #pragma unroll
@@ -167,22 +180,37 @@ __device__ __forceinline__ void load_initial(Tile<Width, Columns> &s, TilePlace 
     }
 }
 
-// What a block works on: a tile of V of one output head of sequence n.
+// One piece of work: a tile of V of one output head of sequence n.
 struct BlockPlace {
     int64_t n;
     int head, first_column;
-    bool reporter;  // the thread that reports what is wrong with its sequence's tables
+    bool reporter;  // where what is wrong with the sequence's tables is reported
 };
 
 // One division before the sequence is known, for its slot is what the state waits for.
-__device__ __forceinline__ BlockPlace block_place(const gdelta_shape &shape, unsigned tiles) {
-    unsigned heads = static_cast<unsigned>(shape.heads_o), n = blockIdx.x / (heads * tiles);
-    unsigned rest = blockIdx.x - n * (heads * tiles), head = rest / tiles, tile = rest - head * tiles;
-    int columns = static_cast<int>(blockDim.x / 32) * kForwardWarpColumns;
-    return {n, static_cast<int>(head), static_cast<int>(tile) * columns, rest == 0 && threadIdx.x == 0};
+__device__ __forceinline__ BlockPlace place_of(const gdelta_shape &shape, unsigned piece, unsigned tiles, int columns) {
+    unsigned heads = static_cast<unsigned>(shape.heads_o), n = piece / (heads * tiles);
+    unsigned rest = piece - n * (heads * tiles), head = rest / tiles, tile = rest - head * tiles;
+    return {n, static_cast<int>(head), static_cast<int>(tile) * columns, rest == 0};
 }
 
-// One block to each sequence, output head and tile of V, of at most `columns` columns.
+// Where each block has one piece, and a warp to every 16 columns of it; one thread reports.
+__device__ __forceinline__ BlockPlace block_place(const gdelta_shape &shape, unsigned tiles) {
+    int columns = static_cast<int>(blockDim.x / 32) * kForwardWarpColumns;
+    BlockPlace place = place_of(shape, blockIdx.x, tiles, columns);
+    place.reporter = place.reporter && threadIdx.x == 0;
+    return place;
+}
+
+// Warps, a power of two, of a block that has at most `columns` columns of V.
+inline int warps_of(const gdelta_shape &shape, int columns) {
+    if (columns > shape.dim_v) columns = shape.dim_v;
+    int warps = 1;
+    while (warps * kForwardWarpColumns < columns) warps *= 2;
+    return warps;
+}
+
+// One block to each sequence, output head and tile of V, with those warps.
 // The launch may begin before the grid in front of it in the stream has ended (programmatic dependent launch, sm_90):
 // its kernel begins with wait_for_grids, and what a launch takes is hidden.
 struct Launch {
@@ -190,24 +218,27 @@ struct Launch {
     cudaLaunchAttribute attribute = {};
     unsigned tiles;
 
-    Launch(const gdelta_shape &shape, int columns, size_t shared_bytes, gdelta_stream stream) {
-        if (columns > shape.dim_v) columns = shape.dim_v;
-        int warps = 1;  // a power of two
-        while (warps * kForwardWarpColumns < columns) warps *= 2;
-        columns = warps * kForwardWarpColumns;
+    int device = 0;
+
+    Launch(const gdelta_shape &shape, int warps, size_t shared_bytes, gdelta_stream stream) {
+        int columns = warps * kForwardWarpColumns;
         tiles = static_cast<unsigned>((shape.dim_v + columns - 1) / columns);
         config.gridDim = static_cast<unsigned>(shape.sequences * shape.heads_o) * tiles;
         config.blockDim = static_cast<unsigned>(32 * warps);
         config.dynamicSmemBytes = shared_bytes;
         config.stream = stream;
-        int device = 0, major = 0;
         cudaGetDevice(&device);
-        cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
-        if (major < 9) return;
+        if (attribute_of(cudaDevAttrComputeCapabilityMajor) < 9) return;
         attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
         attribute.val.programmaticStreamSerializationAllowed = 1;
         config.attrs = &attribute;
         config.numAttrs = 1;
+    }
+
+    int attribute_of(cudaDeviceAttr what) const {
+        int value = 0;
+        cudaDeviceGetAttribute(&value, what, device);
+        return value;
     }
 };
 

@@ -83,9 +83,14 @@ struct Row {
         }
     }
 
+    // One branch for all.
     __device__ __forceinline__ void values(gdelta_dtype dtype, float (&x)[N]) const {
+        int shift = dtype == GDELTA_DTYPE_BF16 ? 16 : 0;
 #pragma unroll
-        for (int i = 0; i < N; ++i) x[i] = bits_to_float(bits[i], dtype);
+        for (int i = 0; i < N; ++i) x[i] = __uint_as_float(bits[i] << shift);
+        if (dtype != GDELTA_DTYPE_FP16) return;
+#pragma unroll
+        for (int i = 0; i < N; ++i) x[i] = bits_to_float(bits[i], GDELTA_DTYPE_FP16);
     }
 };
 
