@@ -132,10 +132,16 @@ struct StepPlan {
     }
 };
 
+// Of a step, an SM. Three blocks of six warps leave a warp 96 registers at K = 128, which is enough on sm_90 alone.
 template <int Width>
-constexpr int kStepBlocks = Width == 64    ? 5
-                            : Width == 128 ? 3
-                                           : 1;  // an SM
+__host__ __device__ constexpr int step_blocks(bool sm_90) {
+    return Width == 64 ? 4 + sm_90 : Width == 128 ? 2 + sm_90 : 1;
+}
+#ifdef __CUDA_ARCH__
+constexpr bool kSm90 = __CUDA_ARCH__ == 900;
+#else
+constexpr bool kSm90 = false;
+#endif
 
 // Of a step's piece: its sequence, and where it lies.
 template <int Width, typename T>
@@ -195,7 +201,7 @@ __device__ __forceinline__ void serve_step(const gdelta_forward_call &call, cons
 
 // T and Vk: type and order of all states there are. They lie in whole chunks of 16 bytes.
 template <int Width, typename T, bool Vk>
-__global__ void __launch_bounds__(2 * kForwardColumns + 32 * kStepServers, kStepBlocks<Width>)
+__global__ void __launch_bounds__(2 * kForwardColumns + 32 * kStepServers, step_blocks<Width>(kSm90))
     recurrent_step(const __grid_constant__ gdelta_forward_call call, const int32_t *malformed,
                    const __grid_constant__ StepPlan<Width, T> plan) {
     extern __shared__ __align__(128) unsigned char shared[];
@@ -284,7 +290,8 @@ static cudaError_t launch_step(const gdelta_forward_call &call, const gdelta_rec
     plan.tiles = launch.tiles;
     // As many blocks as are at work at once.
     int room = launch.attribute_of(cudaDevAttrMaxSharedMemoryPerMultiprocessor) / (plan.bytes() + kStepOtherShared);
-    int blocks = room < 1 ? 1 : room < kStepBlocks<Width> ? room : kStepBlocks<Width>;
+    int blocks = step_blocks<Width>(launch.major == 9);
+    if (room < blocks) blocks = room < 1 ? 1 : room;
     auto most = static_cast<unsigned>(blocks * launch.attribute_of(cudaDevAttrMultiProcessorCount));
     if (launch.config.gridDim.x > most) launch.config.gridDim.x = most;
     launch.config.blockDim.x += 32 * kStepServers;

@@ -218,7 +218,7 @@ struct Launch {
     cudaLaunchAttribute attribute = {};
     unsigned tiles;
 
-    int device = 0;
+    int device = 0, major;
 
     Launch(const gdelta_shape &shape, int warps, size_t shared_bytes, gdelta_stream stream) {
         int columns = warps * kForwardWarpColumns;
@@ -228,7 +228,8 @@ struct Launch {
         config.dynamicSmemBytes = shared_bytes;
         config.stream = stream;
         cudaGetDevice(&device);
-        if (attribute_of(cudaDevAttrComputeCapabilityMajor) < 9) return;
+        major = attribute_of(cudaDevAttrComputeCapabilityMajor);
+        if (major < 9) return;
         attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
         attribute.val.programmaticStreamSerializationAllowed = 1;
         config.attrs = &attribute;
