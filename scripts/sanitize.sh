@@ -13,7 +13,8 @@ sanitizer=$(PATH=$PATH:/usr/local/cuda/bin command -v compute-sanitizer) || {
 logs=$(mktemp -d)
 trap 'rm -rf "$logs"' EXIT
 
-# Small shapes: ragged with an empty sequence, a tail after whole chunks, K and V apart, odd sizes, segments.
+# Small shapes: ragged with an empty sequence, a tail after whole chunks, K and V apart, odd sizes, segments, more
+# pieces than places in a step.
 replay="$build/tests/gdelta-replay"
 bench="$build/bench/gdelta-bench --repeats 1"
 calls=(
@@ -21,8 +22,9 @@ calls=(
     "$replay --engine hopper tests/golden/ragged_with_empty tests/golden/one_chunk_plus_tail"
     "$bench --op all --engine recurrent --hq 1 --hv 2 --k 64 --v 64 --seqlens 5,0,70 --batch 3 --tokens 2"
     "$bench --op step --engine recurrent --hq 1 --hv 2 --k 128 --v 128 --batch 3 --tokens 4"
+    "$bench --op step --engine recurrent --hq 1 --hv 8 --k 64 --v 64 --batch 180 --tokens 2"
     "$bench --op forward --engine hopper --hq 1 --hv 2 --seqlens 70,0,130"
-    "$bench --op forward --engine hopper --hq 1 --hv 1 --seqlens 1100"
+    "$bench --op forward --engine hopper --hq 1 --hv 1 --seqlens 2048"
     "$bench --op backward --engine hopper --hq 1 --hv 2 --seqlens 70,0,130"
 )
 

@@ -150,10 +150,10 @@ enum {
  * checkpoints or states for backward are wanted. HOPPER by name refuses such calls.
  *
  * AUTO runs a backward of bf16 on the hopper engine, of shorter sequences than a forward, where the copy engine can
- * take d_o too. Fp16, whose adjoints below 1e-7 are lost there, and GDELTA_GATE_LINEAR go to the recurrent engine unless
- * HOPPER is named, which refuses dg of a linear gate: a decay next to 0 has a gradient that it cannot tell from its
- * roundings. The hopper engine's dg and dbeta of a sequence and head are exact to 1e-2 of their length or, where chance
- * makes their sums small, of the root of the sum of the squares of the products that are summed. */
+ * take d_o too. Fp16, whose adjoints below 1e-7 are lost there, and GDELTA_GATE_LINEAR go to the recurrent engine
+ * unless HOPPER is named, which refuses dg of a linear gate: a decay next to 0 has a gradient that it cannot tell from
+ * its roundings. The hopper engine's dg and dbeta of a sequence and head are exact to 1e-2 of their length or, where
+ * chance makes their sums small, of the root of the sum of the squares of the products that are summed. */
 typedef int32_t gdelta_engine;
 enum {
     GDELTA_ENGINE_AUTO = 0,
