@@ -255,6 +255,7 @@ __global__ void __launch_bounds__(2 * kForwardColumns + 32 * kStepServers, step_
         auto *now = reinterpret_cast<const StagedRow<Width> *>(rows + turn % 2 * plan.row_bytes());
 #pragma unroll 1
         for (int t = 0; t < length; ++t) f.token(s, p, now[t], t);
+        p.lane_k = opaque(p.lane_k), p.column = opaque(p.column);  // else the tokens' loop keeps these addresses
         state(turn, call.final, sequence.final, f.first_column).store(p, f.first_column, s, sequence.final >= 0);
     }
 }
