@@ -86,8 +86,7 @@ __global__ void __launch_bounds__(2 * kForwardColumns, Width <= 128 ? 3 : 1)
         return;
     }
     Tile<Width, kForwardLaneColumns> s;
-    f.stage_rows(early, rows, length, thread / 32, static_cast<int>(blockDim.x / 32),
-                 [&] { load_initial(s, p, step.in, shape, early.sequence.initial); });
+    f.stage_rows(early, rows, length, [&] { load_initial(s, p, step.in, shape, early.sequence.initial); });
     __syncthreads();
     if (call.record.u.data) draft.record_keys(rows, length);
 #pragma unroll 1

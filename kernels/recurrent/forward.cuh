@@ -103,12 +103,12 @@ struct Forward {
         }
     }
 
-    // All rows of the job, by warps `warp`, `warp` + `warps`, ...; a barrier must follow. Loads first; `between` runs
-    // while the first ones are on their way.
+    // All rows of at most 2 * kForwardStage, by all warps of the block; a barrier must follow. Loads first, by `early`,
+    // what this thread found out itself; `between` runs while they are on their way.
     template <typename F>
-    __device__ __forceinline__ void stage_rows(const Job &job, StagedRow<Width> *rows, int length, int warp, int warps,
-                                               F between) const {
+    __device__ __forceinline__ void stage_rows(const Job &early, StagedRow<Width> *rows, int length, F between) const {
         constexpr int kAhead = Width <= 128 ? 2 : 1;
+        int warp = static_cast<int>(threadIdx.x / 32), warps = static_cast<int>(blockDim.x / 32);
         ForwardRow<Width> ahead[kAhead];
         GateBits gate;
         gate.load(call.in, head);
@@ -116,7 +116,7 @@ struct Forward {
         for (int first = warp; first < length || first == warp; first += kAhead * warps) {
 #pragma unroll
             for (int i = 0; i < kAhead; ++i) {
-                if (first + i * warps < length) load(job, first + i * warps, ahead[i]);
+                if (first + i * warps < length) load(early, first + i * warps, ahead[i]);
             }
             if (first == warp) between();
 #pragma unroll
