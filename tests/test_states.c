@@ -274,6 +274,52 @@ ENGINE_TEST(states, empty_sequences_hand_on_their_state, 1) {
     }
 }
 
+/* Whether the engine cuts sequences into segments, as the plan's line says. */
+static bool is_cut(const test_case *c, const test_engine *engine) {
+    gdelta_problem problem = case_problem(c);
+    problem.engine = engine->engine;
+    gdelta_plan *plan;
+    char line[512];
+    cr_assert_eq(gdelta_plan_create(&problem, &plan), GDELTA_OK, "%s", gdelta_last_error());
+    gdelta_plan_describe(plan, line, sizeof line);
+    gdelta_plan_destroy(plan);
+    return strstr(line, "segments ") && !strstr(line, "segments 1,");
+}
+
+/* An empty sequence's state is not that of a segment, S = M S + N, which -0 and infinities do not survive. */
+ENGINE_TEST(states, empty_sequences_beside_long_ones, 3) {
+    static const gdelta_dtype dtypes[] = {GDELTA_DTYPE_FP32, GDELTA_DTYPE_BF16, GDELTA_DTYPE_FP16};
+    static const double values[] = {-0.0, INFINITY, -INFINITY, 1.5};
+    enum { kFresh = 3 };
+    test_case c = base_case(engine);
+    c.layout = GDELTA_LAYOUT_THD;
+    c.sequences = 4;
+    c.lengths[0] = 4096;
+    c.lengths[1] = c.lengths[2] = c.lengths[kFresh] = 0;
+    c.heads_q = c.heads_v = 1;
+    c.state_dtype = dtypes[part];
+    c.state_order = part % 2;
+    c.recycled = 1 << kFresh;
+    if (engine->engine == GDELTA_ENGINE_HOPPER) cr_assert(is_cut(&c, engine));
+    instance x = make_instance(&c);
+    FOR_ELEMENTS(&x, kInitial, n, row, head, column) {
+        if (n == 1 || n == 2) instance_put(&x, kInitial, n, row, head, column, values[(n + row + column) % 4]);
+        static const uint32_t payload = 0x7fc12345; /* of a NaN, which a conversion of 16 bits may change */
+        if (n != 2 || column != 5 || c.state_dtype != GDELTA_DTYPE_FP32) continue;
+        memcpy(x.before + instance_offset(&x, kInitial, n, row, head, column), &payload, sizeof payload);
+    }
+    RUN(&x, FORWARD);
+    for (int n = 1; n <= 2; ++n) {
+        cr_expect(compare_slice_bits((slice){&x, kFinal, n, 0, 0}, (slice){&x, kInitial, n, 0, 0}), "sequence %d", n);
+    }
+    int64_t nonzero = 0;
+    FOR_ELEMENTS(&x, kFinal, n, row, head, column) {
+        nonzero += n == kFresh && !(instance_get(&x, kFinal, n, row, head, column) == 0);
+    }
+    cr_expect_eq(nonzero, 0);
+    instance_destroy(&x);
+}
+
 /* ---- Slots ---- */
 
 /* A decode batch with padded rows. That no slot of nobody and no padding is written, instance_run looks at. */

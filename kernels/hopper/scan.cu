@@ -307,7 +307,9 @@ __device__ __forceinline__ void Scan<T, PanelsK, Halves, Summary>::load_state(fl
     gdelta_state_view view = call.in.initial;
     int64_t offset = shared.sequence.initial;
     bool identity = Summary && !has_value;
-    if (shared.segment > 0) {
+    // A summary's segments start from zeros after the first one; the others from the caller's state where no chunk is
+    // before them, as in empty sequences: M S + N is no copy (-0, infinities).
+    if (Summary ? shared.segment > 0 : shared.first_chunk > 0) {
         offset = Summary ? -1 : 0;
         view.order = GDELTA_STATE_VK;
         view.dtype = GDELTA_DTYPE_FP32;
