@@ -75,6 +75,12 @@ bool case_is_packed(const bench_case *c) {
     return false;
 }
 
+int64_t case_checkpoints(const bench_case *c) {
+    if (c->operation != GDELTA_OPERATION_FORWARD || c->checkpoint_interval == 0) return 0;
+    return case_is_packed(c) ? case_rows(c) / c->checkpoint_interval
+                             : c->sequences * (c->length[0] / c->checkpoint_interval);
+}
+
 bool case_parse_lengths(bench_case *c, const char *text) {
     char *end;
     long long first = strtoll(text, &end, 10);
@@ -121,12 +127,12 @@ double case_bytes(const bench_case *c) {
     double rows = (double)case_rows(c), io = element_bytes(c->dtype), heads = case_heads_o(c);
     double qkv = rows * io * ((double)(c->hq + case_heads_k(c)) * c->k + (double)c->hv * c->v);
     double o = rows * io * heads * c->v, gates = rows * heads * 2 * 4;
-    double states = c->sequences * heads * c->k * c->v * element_bytes(c->state_dtype);
+    double state = heads * c->k * c->v * element_bytes(c->state_dtype), states = c->sequences * state;
     switch (c->operation) {
         case GDELTA_OPERATION_BACKWARD: /* q k v g beta do S0 dS_T; dq dk dv dg dbeta dS0. What is saved is a choice */
             return 2 * qkv + o + 2 * gates + 3 * states;
-        default: /* q k v g beta S0; o S_T */
-            return qkv + o + gates + 2 * states;
+        default: /* q k v g beta S0; o S_T, checkpoints */
+            return qkv + o + gates + 2 * states + (double)case_checkpoints(c) * state;
     }
 }
 

@@ -23,6 +23,7 @@ typedef struct bench_case {
     gdelta_state_order state_order;
     int sequences;
     int64_t length[kMaxSequences]; /* step: one entry, the tokens of each of `sequences` */
+    int64_t checkpoint_interval;   /* forward; 0: no checkpoints */
     bench_gate gate;
     bench_peers peers;
 } bench_case;
@@ -33,6 +34,8 @@ int32_t case_heads_o(const bench_case *c);
 int64_t case_rows(const bench_case *c);
 /* True if the lengths differ: run packed (THD), else BSHD. */
 bool case_is_packed(const bench_case *c);
+/* Checkpoints of all sequences, with the numbers that packed sequences may leave out. */
+int64_t case_checkpoints(const bench_case *c);
 
 /* "4x8192" or "100,200,300" into sequences and lengths; false if it is neither. */
 bool case_parse_lengths(bench_case *c, const char *text);

@@ -20,6 +20,7 @@ static void usage(FILE *out) {
         "  --state-order kv|vk              default kv\n"
         "  --seqlens 4x8192 | 100,200,300   equal lengths run as BSHD, others packed; default 1x8192\n"
         "  --batch N --tokens N             of a step, default 128 and 1\n"
+        "  --checkpoint-every N             forward keeps the state after every N tokens, a multiple of 64\n"
         "  --gate zero|weak|mild|strong     default mild, logsigmoid(N(0,1)) / 16\n"
         "  --suite quick|h200|decode        many cases instead; --op, --hv, --state-dtype, --batch and --tokens "
         "choose\n"
@@ -139,7 +140,9 @@ static void print_case(const bench_case *c, const bench_result *r, const bench_m
         }
         putchar('\n');
     }
-    printf("         %d x %d calls; %s; first call %.0f us\n", r->repeats, r->calls, r->plan, r->first);
+    printf("         %d x %d calls; %s; ", r->repeats, r->calls, r->plan);
+    if (case_checkpoints(c)) printf("%" PRId64 " checkpoints; ", case_checkpoints(c));
+    printf("first call %.0f us\n", r->first);
     fflush(stdout);
 }
 
@@ -150,6 +153,7 @@ static void json_case(FILE *out, const bench_case *c, const bench_result *r, boo
             "\"state_dtype\": \"%s\", \"state_order\": \"%s\", \"gate\": \"%s\", \"sequences\": %d, \"rows\": %" PRId64
             ", \"plan\": \"%s\", ",
             dtypes[c->state_dtype], orders[c->state_order], gates[c->gate], c->sequences, case_rows(c), r->plan);
+    if (case_checkpoints(c)) fprintf(out, "\"checkpoint_every\": %" PRId64 ", ", c->checkpoint_interval);
     fprintf(out, "\"us\": %.3f, \"p10\": %.3f, \"p90\": %.3f, \"repeats\": %d, \"calls\": %d, ", r->median, r->p10,
             r->p90, r->repeats, r->calls);
     if (r->host > 0) fprintf(out, "\"host_us\": %.3f, ", r->host);
@@ -193,14 +197,26 @@ static options parse(int count, char **arguments) {
                  .operation = 3,
                  .batch = 128,
                  .tokens = 1};
-    static const struct option known[] = {
-        {"op", 1, NULL, 'o'},    {"engine", 1, NULL, 'e'},      {"hq", 1, NULL, 'q'},
-        {"hv", 1, NULL, 'h'},    {"k", 1, NULL, 'k'},           {"v", 1, NULL, 'v'},
-        {"dtype", 1, NULL, 'd'}, {"state-dtype", 1, NULL, 's'}, {"seqlens", 1, NULL, 'l'},
-        {"batch", 1, NULL, 'b'}, {"tokens", 1, NULL, 't'},      {"gate", 1, NULL, 'g'},
-        {"suite", 1, NULL, 'S'}, {"check", 0, NULL, 'c'},       {"repeats", 1, NULL, 'r'},
-        {"json", 1, NULL, 'j'},  {"state-order", 1, NULL, 'O'}, {"help", 0, NULL, '?'},
-        {NULL, 0, NULL, 0}};
+    static const struct option known[] = {{"op", 1, NULL, 'o'},
+                                          {"engine", 1, NULL, 'e'},
+                                          {"hq", 1, NULL, 'q'},
+                                          {"hv", 1, NULL, 'h'},
+                                          {"k", 1, NULL, 'k'},
+                                          {"v", 1, NULL, 'v'},
+                                          {"dtype", 1, NULL, 'd'},
+                                          {"state-dtype", 1, NULL, 's'},
+                                          {"seqlens", 1, NULL, 'l'},
+                                          {"batch", 1, NULL, 'b'},
+                                          {"tokens", 1, NULL, 't'},
+                                          {"gate", 1, NULL, 'g'},
+                                          {"suite", 1, NULL, 'S'},
+                                          {"check", 0, NULL, 'c'},
+                                          {"repeats", 1, NULL, 'r'},
+                                          {"json", 1, NULL, 'j'},
+                                          {"state-order", 1, NULL, 'O'},
+                                          {"help", 0, NULL, '?'},
+                                          {"checkpoint-every", 1, NULL, 'C'},
+                                          {NULL, 0, NULL, 0}};
     opterr = 0;
     int c;
     while ((c = getopt_long(count, arguments, "", known, NULL)) != -1) {
@@ -247,6 +263,9 @@ static options parse(int count, char **arguments) {
             case 't':
                 o.tokens = number("bad --tokens", optarg, 1, 16);
                 o.named |= kNamedTokens;
+                break;
+            case 'C':
+                o.base.checkpoint_interval = number("bad --checkpoint-every", optarg, 1, INT32_MAX);
                 break;
             case 'g':
                 o.base.gate = choose("unknown --gate", optarg, gates);

@@ -147,6 +147,7 @@ typedef struct job {
     int64_t stride[ROLES][4]; /* zeros: contiguous */
     gdelta_dtype dtype[ROLES];
     void *cu_seqlens;
+    void *checkpoints;
     void *slots; /* of a step's sequences in their pool, as engines have them: sequence n is in slot n */
     gdelta_plan *plan;
     void *workspace, *saved;
@@ -178,6 +179,7 @@ static gdelta_state pool(const job *j) {
 #define INPUTS(j) .q = tensor(j, Q), .k = tensor(j, K), .v = tensor(j, V), .g = tensor(j, G), .beta = tensor(j, BETA)
 
 static gdelta_forward_args forward_args(const job *j) {
+    gdelta_state checkpoints = {.data = j->checkpoints};
     return (gdelta_forward_args){
         .struct_size = sizeof(gdelta_forward_args),
         INPUTS(j),
@@ -185,6 +187,8 @@ static gdelta_forward_args forward_args(const job *j) {
         .initial_state = state(j, STATE),
         .final_state = state(j, FINAL),
         .cu_seqlens = {.data = j->cu_seqlens},
+        .checkpoints = checkpoints,
+        .checkpoint_interval = j->checkpoints ? j->c->checkpoint_interval : 0,
         .saved = j->saved,
         .saved_bytes = j->saved_bytes,
     };
@@ -306,6 +310,12 @@ static void make_cu_seqlens(job *j) {
     place_copy(j->place, j->cu_seqlens, kHost, table, bytes);
 }
 
+static void make_checkpoints(job *j) {
+    size_t state = (size_t)role_count(j->c, FINAL) / (size_t)j->c->sequences * gdelta_dtype_size(j->c->state_dtype);
+    size_t bytes = (size_t)case_checkpoints(j->c) * state;
+    if (bytes) j->checkpoints = place_alloc(j->place, bytes);
+}
+
 static void make_slots(job *j) {
     if (j->c->operation != GDELTA_OPERATION_STEP) return;
     size_t bytes = sizeof(int32_t) * (size_t)j->c->sequences;
@@ -327,6 +337,7 @@ static bool make_tensors(job *j) {
         if (r < O) fill(j->place, j->data[r], role_count(c, r), j->dtype[r], kinds[r], c->gate);
     }
     make_cu_seqlens(j);
+    make_checkpoints(j);
     return make_saved(j);
 }
 
@@ -335,6 +346,7 @@ static void free_tensors(job *j) {
         if (j->data[r]) place_free(j->place, j->data[r]);
     }
     if (j->cu_seqlens) place_free(j->place, j->cu_seqlens);
+    if (j->checkpoints) place_free(j->place, j->checkpoints);
     if (j->saved) place_free(j->place, j->saved);
 }
 

@@ -108,11 +108,6 @@ static gdelta_hopper_work chunk_work(const gdelta_shape *shape, const gdelta_wor
 
 /* Can the engine run this call? If not, `why` gets the rest of a sentence. */
 static bool hopper_forward_fits(const gdelta_forward_call *call, char *why, size_t size) {
-    if (call->checkpoints.data) {
-        snprintf(why, size, "checkpoints.data is %p; checkpoints are the recurrent engine's in this version",
-                 call->checkpoints.data);
-        return false;
-    }
     gdelta_mapped tensors[kMaps];
     find_mapped(&call->shape, &call->in, "o", &call->o, tensors);
     return maps_fit(&call->shape, tensors, kInputMaps, why, size);
@@ -133,8 +128,9 @@ static gdelta_status run_hopper_forward(const gdelta_plan *plan, const gdelta_fo
                                         const gdelta_buffers *buffers, gdelta_stream stream) {
     gdelta_hopper_work work = chunk_work(&call->shape, &plan->forward, buffers);
     work.choice = plan->choice;
-    /* In place, the last segment would write what the first one may still have to read. */
-    if (call->final.data && call->final.data == call->in.initial.data) work.choice.segments = 1;
+    /* In one pool, a segment could write what the first one may still have to read. */
+    const void *initial = call->in.initial.data;
+    if (initial && (call->final.data == initial || call->checkpoints.data == initial)) work.choice.segments = 1;
     work.x = at(buffers, plan->forward.x);
     work.z = at(buffers, plan->forward.z);
     work.m = at(buffers, plan->forward.m);

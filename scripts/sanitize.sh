@@ -14,7 +14,7 @@ logs=$(mktemp -d)
 trap 'rm -rf "$logs"' EXIT
 
 # Small shapes: ragged with an empty sequence, a tail after whole chunks, K and V apart, odd sizes, segments, more
-# pieces than places in a step.
+# pieces than places in a step, checkpoints.
 replay="$build/tests/gdelta-replay"
 bench="$build/bench/gdelta-bench --repeats 1"
 calls=(
@@ -25,6 +25,7 @@ calls=(
     "$bench --op step --engine recurrent --hq 1 --hv 8 --k 64 --v 64 --batch 180 --tokens 2"
     "$bench --op forward --engine hopper --hq 1 --hv 2 --seqlens 70,0,130"
     "$bench --op forward --engine hopper --hq 1 --hv 1 --seqlens 2048"
+    "$bench --op forward --engine hopper --hq 1 --hv 2 --seqlens 70,0,130 --checkpoint-every 64"
     "$bench --op backward --engine hopper --hq 1 --hv 2 --seqlens 70,0,130"
 )
 

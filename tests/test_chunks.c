@@ -118,9 +118,10 @@ GPU_ENGINE_TEST(chunks, long_texts, 4) {
     cr_expect(check_case(&c, engine, kForward));
 }
 
-/* Few heads of long texts, which an engine may cut: each sequence its own way, some not at all. And in place, where the
- * first piece's state must not be overwritten by the last one's. */
-GPU_ENGINE_TEST(chunks, cut_texts, 5) {
+/* Few heads of long texts, which an engine may cut: each sequence its own way, some not at all. In place, where the
+ * first piece's state must not be overwritten by the last one's. With checkpoints, also within pieces and in the pool
+ * of the states. */
+GPU_ENGINE_TEST(chunks, cut_texts, 8) {
     static const int64_t lengths[] = {1500, 0, 6000, 1, 130, 2049};
     enum { kSequences = sizeof lengths / sizeof *lengths };
     test_case c = two_head_case(0);
@@ -134,6 +135,9 @@ GPU_ENGINE_TEST(chunks, cut_texts, 5) {
     c.strength = part == 1 ? kGateZero : kGateWeak; /* what the first token did reaches the last */
     c.beta = GDELTA_BETA_SIGMOID;
     c.in_place = part == 4;
+    if (part > 4) c.checkpoint_interval = part == 6 ? 320 : 64;
+    if (part == 6) c.several_slots = c.index64 = true, c.state_dtype = GDELTA_DTYPE_BF16;
+    if (part == 7) case_use_one_pool(&c), c.state_order = GDELTA_STATE_VK;
     cr_expect(check_case(&c, engine, kForward));
 }
 

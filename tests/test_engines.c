@@ -82,15 +82,15 @@ Test(engines, auto_takes_any_strides) {
     }
 }
 
-/* Checkpoints are the recurrent engine's. */
+/* Checkpoints take no other engine. */
 Test(engines, auto_has_checkpoints) {
-    gpu_require("engines/auto_has_checkpoints", 0);
+    gpu_require("engines/auto_has_checkpoints", 90);
     test_case c = auto_case();
     c.checkpoint_interval = 64;
-    cr_expect(auto_is(&c, &test_engines[kRecurrent], GDELTA_OPERATION_FORWARD));
+    cr_expect(auto_is(&c, &test_engines[kHopper], GDELTA_OPERATION_FORWARD));
 }
 
-/* So is the gradient of a linear gate. */
+/* The gradient of a linear gate is the recurrent engine's. */
 Test(engines, auto_has_linear_gates) {
     gpu_require("engines/auto_has_linear_gates", 0);
     test_case c = auto_case();

@@ -49,8 +49,9 @@ static test_case packed_case(int sequences) {
 
 /* Eight sequences or three; the first content is what is captured. */
 static void replay_lengths(const test_engine *engine, gdelta_operation operation, int sequences,
-                           const int64_t lengths[][8], int contents) {
+                           const int64_t lengths[][8], int contents, int64_t checkpoint_interval) {
     test_case c = packed_case(sequences);
+    c.checkpoint_interval = checkpoint_interval;
     if (!engine_runs(engine, &c, operation)) cr_skip_test("the engine %s has none", engine->name);
     gdelta_stream stream = gpu_stream_create();
     device_instance d;
@@ -68,16 +69,17 @@ static void replay_lengths(const test_engine *engine, gdelta_operation operation
     gpu_stream_destroy(stream);
 }
 
-GPU_ENGINE_TEST(graphs, replay_with_other_lengths, 4) {
+GPU_ENGINE_TEST(graphs, replay_with_other_lengths, 5) {
     static const int64_t eight[][8] = {{512, 512, 512, 512, 512, 512, 512, 512},
                                        {1, 1, 3998, 0, 0, 96, 0, 0},
                                        {0, 0, 0, 0, 0, 0, 0, 4096},
                                        {0, 0, 0, 0, 0, 0, 0, 0}};
     static const int64_t three[][8] = {{0, 0, 4096}, {1, 1, 3998}, {4096, 0, 0}};
+    int64_t interval = part == 4 ? 128 : 0;
     if (part / 2)
-        replay_lengths(engine, training[part % 2], 3, three, 3);
+        replay_lengths(engine, training[part % 2], 3, three, 3, interval);
     else
-        replay_lengths(engine, training[part % 2], 8, eight, 4);
+        replay_lengths(engine, training[part % 2], 8, eight, 4, interval);
 }
 
 /* A decode batch whose slots and flags change from replay to replay. */

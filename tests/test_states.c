@@ -417,8 +417,9 @@ static instance make_part(const test_case *c, int n, int64_t first, int64_t toke
     return make_instance(&one);
 }
 
-/* Every checkpoint is the final state of a prefill that ends there, and the rest of the text can go on from it. */
-ENGINE_TEST(states, checkpoints_are_final_states, 5) {
+/* Every checkpoint is the final state of a prefill that ends there, and the rest of the text can go on from it: bit for
+ * bit, where a plan may not choose by the length. */
+ENGINE_TEST(states, checkpoints_are_final_states, 7) {
     test_case c = {.layout = part % 2 ? GDELTA_LAYOUT_BSHD : GDELTA_LAYOUT_THD,
                    .sequences = part % 2 ? 2 : 4,
                    .lengths = {part % 2 ? 384 : 1159, 200, 0, 64},
@@ -428,11 +429,14 @@ ENGINE_TEST(states, checkpoints_are_final_states, 5) {
                    .dim_v = 64,
                    .state_dtype = engine->exact_state,
                    .l2norm = GDELTA_L2NORM_ADD_EPS,
+                   .batch_invariant = engine->cut > 1,
                    .checkpoint_interval = part == 2 ? 64 : 128};
     if (part == 2) c.capacity = 1500, c.several_slots = c.index64 = true;
     if (part == 3) c.several_slots = true, c.slot_padding = 40, c.state_order = GDELTA_STATE_VK;
     if (part == 3) case_use_slots(&c, kSlotsDistinct, 0);
     if (part == 4) c.state_dtype = GDELTA_DTYPE_BF16, c.dim_k = 80, c.dim_v = 96, c.recycled = 1;
+    if (part == 5) c.dim_k = 128, c.several_slots = true;
+    if (part == 6) c.dtype = c.state_dtype = GDELTA_DTYPE_FP16, c.dim_v = 128, c.recycled = 1;
     NEEDS(&c, FORWARD);
     instance x = make_instance(&c);
     RUN(&x, FORWARD);
@@ -450,7 +454,7 @@ ENGINE_TEST(states, checkpoints_are_final_states, 5) {
             instance_destroy(&prefix);
         }
         int64_t first = stored * interval;
-        if (stored == 0 || first == length || part == 4) continue;
+        if (stored == 0 || first == length || c.state_dtype != engine->exact_state) continue;
         instance rest = make_part(&c, n, first, length - first);
         start_from_checkpoint(&rest, &x, n, stored - 1);
         RUN(&rest, FORWARD);
@@ -459,6 +463,19 @@ ENGINE_TEST(states, checkpoints_are_final_states, 5) {
         instance_destroy(&rest);
     }
     instance_destroy(&x);
+}
+
+/* Long enough to be cut into segments, whose checkpoints then lie anywhere in them. In the pool that the text starts
+ * from such a call must not be cut. */
+GPU_ENGINE_TEST(states, checkpoints_of_long_texts, 3) {
+    test_case c = base_case(engine);
+    c.heads_q = c.heads_v = 1;
+    c.lengths[0] = 4096 + 10;
+    c.checkpoint_interval = 448;
+    if (part == 1) case_use_one_pool(&c);
+    if (part == 2) c.state_dtype = GDELTA_DTYPE_BF16, c.several_slots = true, c.absent = ROLE(kInitial);
+    if (engine->engine == GDELTA_ENGINE_HOPPER) cr_assert(is_cut(&c, engine));
+    cr_expect(check_case(&c, engine, kForward));
 }
 
 /* Nothing else has to be asked for. */

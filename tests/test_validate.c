@@ -465,8 +465,6 @@ static const row rows[] = {
         HOPPER, SET(problem.gate, 1)),
     ROW(kDeviceOnly, kStep, kUnsupported, WORDS("engine is hopper (2)", "step is not in this version"), HOPPER),
     ROW(kDeviceOnly, kCommit, kUnsupported, WORDS("engine is hopper (2)", "commit is not in this version"), HOPPER),
-    ROW(kDeviceOnly, kPooled, kUnsupported, WORDS("engine is hopper (2), but checkpoints.data is 0x", "recurrent"),
-        HOPPER),
 #else
     ROW(kDeviceOnly, kProblem, kUnsupported, WORDS("engine is hopper (2), but", "compiled without sm_90a"),
         SET(problem.engine, 2)),

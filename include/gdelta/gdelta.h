@@ -146,8 +146,8 @@ enum {
  * plan fails, and an operation that it lacks is UNSUPPORTED.
  *
  * AUTO runs a forward on the recurrent engine instead of the hopper engine where the copy engine (TMA) cannot take q, k
- * or v: it needs 16-bit elements, data aligned to 16 bytes and strides that are multiples of 8 elements; and where
- * checkpoints or states for backward are wanted. HOPPER by name refuses such calls.
+ * or v: it needs 16-bit elements, data aligned to 16 bytes and strides that are multiples of 8 elements, which HOPPER
+ * by name refuses; and where it saves states for a recurrent backward.
  *
  * AUTO runs a backward of bf16 on the hopper engine, of shorter sequences than a forward, where the copy engine can
  * take d_o too. Fp16, whose adjoints below 1e-7 are lost there, and GDELTA_GATE_LINEAR go to the recurrent engine
@@ -353,12 +353,15 @@ typedef struct gdelta_forward_args {
                                 are neither read nor written. Else absent */
 
     /* The state after every checkpoint_interval tokens of each sequence, counted from its start, also after the last
-     * token where that is a multiple: floor(length / interval) of them, each equal bit for bit to the final state of a
-     * call that ends there. Checkpoint j of sequence n has the number n * floor(T / interval) + j; with THD, where
-     * lengths differ, floor(cu_seqlens[n] / interval) + j, which no other has. Without slots that is its entry of
+     * token where that is a multiple: floor(length / interval) of them, each equal to the final state of a call that
+     * ends there. Bit for bit on the recurrent engine, and on the hopper engine with GDELTA_FLAG_BATCH_INVARIANT, where
+     * text resumed from one has the bits of the whole; without it, to within rounding, for how a text is cut into
+     * segments depends on its length. Checkpoint j of sequence n has the number n * floor(T / interval) + j; with THD,
+     * where lengths differ, floor(cu_seqlens[n] / interval) + j, which no other has. Without slots that is its entry of
      * [numbers, HO, K, V], numbers = B * floor(T / interval) or floor(total_tokens / interval). With slots its entry is
-     * slots[number], and -1 does not store it. Memory of its own, or the pool of initial or final states with the same
-     * dtype and strides, where all have slots. */
+     * slots[number], and -1 does not store it; no two may take one slot. Memory of its own, or the pool of initial
+     * or final states with the same dtype and strides, where all have slots. In that of the initial states the hopper
+     * engine cuts no text into segments, as in place. */
     gdelta_state checkpoints;
     int64_t checkpoint_interval; /* a multiple of 64; 0 without checkpoints */
 

@@ -73,6 +73,7 @@ struct __align__(1024) ScanShared {
     int first_panel;        // of V; from V's width on it is of the identity's columns (Summary)
     int first_chunk, tail;  // tail: rows of the sequence's last chunk
     int64_t number;         // of the first chunk
+    int64_t checkpoint;     // number of the segment's first one (Keep)
 };
 
 // Blocks along V, and of a sequence and head. A summary has a tile for each 64 columns of V, then of the identity; the
@@ -125,9 +126,13 @@ struct Scan {
 
     __device__ __forceinline__ void loader() const;
     __device__ __forceinline__ void output(int turn) const;
+    template <bool Keep>
     __device__ __forceinline__ void chain(int half) const;
     __device__ __forceinline__ void load_state(float (&s)[PanelsK][32], int column) const;
     __device__ __forceinline__ void store_state(const float (&s)[PanelsK][32], int column) const;
+    __device__ __forceinline__ void keep_state(const float (&s)[PanelsK][32], int column, int64_t number) const;
+    __device__ __forceinline__ void put_state(const float (&s)[PanelsK][32], int column, const gdelta_state_view &view,
+                                              int64_t offset) const;
     __device__ __forceinline__ float *summary(bool of_value, int segment) const;
     __device__ __forceinline__ void store_rows(const float (&o)[32 * Halves], int c) const;
 };
@@ -344,6 +349,23 @@ __device__ __forceinline__ void Scan<T, PanelsK, Halves, Summary>::store_state(c
     } else if (!last || offset < 0) {
         return;
     }
+    put_state(s, column, view, offset);
+}
+
+// The checkpoint of this number.
+template <typename T, int PanelsK, int Halves, bool Summary>
+__device__ __forceinline__ void Scan<T, PanelsK, Halves, Summary>::keep_state(const float (&s)[PanelsK][32], int column,
+                                                                              int64_t number) const {
+    const gdelta_state_view &view = call.checkpoints;
+    bool reporter = shared.head == 0 && column == 0 && threadIdx.x % 128 == 0;
+    int64_t entry = slot_of(call.in, view, number, GDELTA_DEVICE_CHECKPOINT_SLOT_RANGE, reporter);
+    if (entry >= 0) put_state(s, column, view, entry * view.slot + shared.head * view.head);
+}
+
+template <typename T, int PanelsK, int Halves, bool Summary>
+__device__ __forceinline__ void Scan<T, PanelsK, Halves, Summary>::put_state(const float (&s)[PanelsK][32], int column,
+                                                                             const gdelta_state_view &view,
+                                                                             int64_t offset) const {
     with_dtype(view.dtype, [&](auto *type) {
         auto *to = static_cast<decltype(type)>(view.data) + offset;
         for_state<PanelsK>(view, call.shape.dim_v, column,
@@ -354,6 +376,7 @@ __device__ __forceinline__ void Scan<T, PanelsK, Halves, Summary>::store_state(c
 // Panel by panel of K, so that the tensor cores go on while a panel of S is made an operand: X^T W of the last panels
 // and K S of the first ones are under way together.
 template <typename T, int PanelsK, int Halves, bool Summary>
+template <bool Keep>
 __device__ __forceinline__ void Scan<T, PanelsK, Halves, Summary>::chain(int half) const {
     constexpr int kStagesS = kOutputs<Halves>;
     constexpr float kDown = Range<T>::kDown;
@@ -456,11 +479,17 @@ __device__ __forceinline__ void Scan<T, PanelsK, Halves, Summary>::chain(int hal
 #pragma unroll
         for (int i = 0; i < PanelsK; ++i) wgmma_hold(s[i]);
     };
-    if (Halves == 2) {  // registers for one product at a time
+    if (Keep || Halves == 2) {  // checkpoints of a whole S; of two halves, registers for one product at a time
+        int every = static_cast<int>(call.checkpoint_interval / kChunk);
+        int left = Keep ? every - shared.first_chunk % every : 0;  // chunks to the next checkpoint
+        int64_t number = Keep ? shared.checkpoint : 0;
         for (int c = 0; c < chunks; ++c) {
             start(c);
             finish(c);
             wait_all();
+            if (!Keep || --left > 0) continue;
+            if (!last || c + 1 < chunks || shared.tail == kChunk) keep_state(s, column, number++);
+            left = every;
         }
     } else if (chunks > 0) {
         start(0);
@@ -476,7 +505,7 @@ __device__ __forceinline__ void Scan<T, PanelsK, Halves, Summary>::chain(int hal
 
 // ---- The block ----
 
-template <typename T, int PanelsK, int Halves, bool Summary>
+template <typename T, int PanelsK, int Halves, bool Summary, bool Keep>
 __device__ __forceinline__ void run_scan(const gdelta_forward_call &call, const gdelta_hopper_work &work,
                                          const gdelta_hopper_maps &maps) {
     using Shared = ScanShared<PanelsK, Halves, Summary>;
@@ -508,6 +537,10 @@ __device__ __forceinline__ void run_scan(const gdelta_forward_call &call, const 
         shared.tail = rest ? rest : kChunk;
         shared.first_chunk = static_cast<int>((length + kChunk - 1) / kChunk * segment / work.choice.segments);
         shared.number = chunk_number(shape, n, shared.sequence.begin, shared.first_chunk);
+        if constexpr (Keep) {
+            int64_t tokens = static_cast<int64_t>(shared.first_chunk) * kChunk + call.checkpoint_interval;
+            shared.checkpoint = checkpoint_number(shape, shared.sequence, tokens, call.checkpoint_interval);
+        }
         auto init = [](auto &barriers, uint32_t count) {
             for (uint64_t &barrier : barriers) mbarrier_init(shared_address(&barrier), count);
         };
@@ -559,21 +592,22 @@ __device__ __forceinline__ void run_scan(const gdelta_forward_call &call, const 
         scan.loader();
     } else if constexpr (Summary) {
         registers_increase<kSummaryRegisters>();
-        scan.chain(0);
+        scan.template chain<false>(0);
     } else if (role <= kOutputs<Halves>) {
         Halves == 1 ? registers_decrease<kOutputRegisters1>() : registers_increase<kOutputRegisters2>();
         scan.output(role - 1);
     } else {
         Halves == 1 ? registers_increase<kChainRegisters1>() : registers_increase<kChainRegisters2>();
-        scan.chain(role - 1 - kOutputs<Halves>);
+        scan.template chain<Keep>(role - 1 - kOutputs<Halves>);
     }
 }
 
-template <typename T, int PanelsK, int Halves>
+// With Keep, a call that has checkpoints: a store in the loop of all calls costs those without 8%, measured.
+template <typename T, int PanelsK, int Halves, bool Keep>
 __global__ void __launch_bounds__(512, 1)
     hopper_scan(const __grid_constant__ gdelta_forward_call call, const __grid_constant__ gdelta_hopper_work work,
                 const __grid_constant__ gdelta_hopper_maps maps) {
-    run_scan<T, PanelsK, Halves, false>(call, work, maps);
+    run_scan<T, PanelsK, Halves, false, Keep>(call, work, maps);
 }
 
 // ---- Segments ----
@@ -582,7 +616,7 @@ template <typename T, int PanelsK>
 __global__ void __launch_bounds__(256, 2)
     hopper_summary(const __grid_constant__ gdelta_forward_call call, const __grid_constant__ gdelta_hopper_work work,
                    const __grid_constant__ gdelta_hopper_maps maps) {
-    run_scan<T, PanelsK, 1, true>(call, work, maps);
+    run_scan<T, PanelsK, 1, true, false>(call, work, maps);
 }
 
 template <int K>
@@ -673,13 +707,13 @@ static cudaError_t launch_segments(const gdelta_forward_call &call, const gdelta
                      2 * 64 * PanelsK, sizeof(Merge), stream, call.shape, work);
 }
 
-template <typename T, int PanelsK, int Halves>
+template <typename T, int PanelsK, int Halves, bool Keep>
 static cudaError_t launch_scan(const gdelta_forward_call &call, const gdelta_hopper_work &work,
                                const gdelta_hopper_maps &maps, gdelta_stream stream) {
     using Shared = ScanShared<PanelsK, Halves, false>;
     static_assert(sizeof(Shared) <= 232448, "227 KB a block");
     int64_t jobs = call.shape.sequences * call.shape.heads_o;
-    return launch_as(starts_early(call), hopper_scan<T, PanelsK, Halves>,
+    return launch_as(starts_early(call), hopper_scan<T, PanelsK, Halves, Keep>,
                      jobs * segment_blocks(call.shape, work.choice, Halves, false), 512, sizeof(Shared), stream, call,
                      work, maps);
 }
@@ -698,8 +732,12 @@ int gdelta_launch_hopper_forward(const gdelta_forward_call *call, const gdelta_h
             cudaError_t error = launch_segments<T, panels>(*call, *work, *maps, stream);
             if (error != cudaSuccess) return error;
         }
-        return call->shape.dim_v / 64 / work->choice.split_v == 2
-                   ? launch_scan<T, panels, 2>(*call, *work, *maps, stream)
-                   : launch_scan<T, panels, 1>(*call, *work, *maps, stream);
+        bool keep = call->checkpoints.data && call->checkpoint_interval <= call->shape.tokens;
+        if (call->shape.dim_v / 64 / work->choice.split_v == 2) {
+            return keep ? launch_scan<T, panels, 2, true>(*call, *work, *maps, stream)
+                        : launch_scan<T, panels, 2, false>(*call, *work, *maps, stream);
+        }
+        return keep ? launch_scan<T, panels, 1, true>(*call, *work, *maps, stream)
+                    : launch_scan<T, panels, 1, false>(*call, *work, *maps, stream);
     });
 }

@@ -296,6 +296,8 @@ int gdelta_launch_hopper_forward(const gdelta_forward_call *call, const gdelta_h
     use_chunks(s, work, 132, 5120);
     HOLD(work->choice.segments >= 1 && (work->choice.split_v == 1 || work->choice.split_v == 2));
     HOLD((wide)s->sequences * s->heads_o * work->choice.segments * work->choice.split_v <= INT32_MAX);
+    const void *pool = call->in.initial.data;
+    HOLD(!pool || (call->final.data != pool && call->checkpoints.data != pool) || work->choice.segments == 1);
     wide summaries = (wide)s->sequences * s->heads_o * (work->choice.segments - 1);
     use(work->m, summaries * s->dim_k * s->dim_k * 4);
     use(work->n, summaries * s->dim_v * s->dim_k * 4);

@@ -89,6 +89,16 @@ static int64_t total_rows(const test_case *c) {
     return c->layout == GDELTA_LAYOUT_THD && c->capacity ? c->capacity : sum;
 }
 
+/* Several states: how many a sequence has, and the numbers in all. */
+static int64_t several_of(const test_case *c, role r, int64_t n) {
+    return case_length(c, (int)n) / (r == kTokenStates ? 1 : c->checkpoint_interval);
+}
+
+static int64_t several_numbers(const test_case *c, role r) {
+    bool packed = r == kCheckpoints && c->layout == GDELTA_LAYOUT_THD;
+    return packed ? total_rows(c) / c->checkpoint_interval : c->sequences * several_of(c, r, 0);
+}
+
 test_case two_head_case(int64_t tokens) {
     return (test_case){.sequences = 1,
                        .lengths = {tokens},
@@ -111,10 +121,11 @@ void case_use_slots(test_case *c, enum slot_style style, uint64_t skipped) {
 
 void case_use_one_pool(test_case *c) {
     case_use_slots(c, kSlotsSame, 0);
-    int64_t more = c->sequences * c->lengths[0];
+    c->token_states = !c->checkpoint_interval;
+    int64_t more = several_numbers(c, c->token_states ? kTokenStates : kCheckpoints);
     c->slot_count += more;
     for (int n = 0; n < c->sequences; ++n) c->final_slots[n] = c->initial_slots[n] += more;
-    c->in_place = c->token_states = c->several_slots = c->one_pool = true;
+    c->in_place = c->several_slots = c->one_pool = true;
 }
 
 int64_t case_parent(const test_case *c, int64_t sequence, int64_t t) {
@@ -126,6 +137,7 @@ gdelta_problem case_problem(const test_case *c) {
     bool packed = c->layout == GDELTA_LAYOUT_THD;
     return (gdelta_problem){
         .struct_size = sizeof(gdelta_problem),
+        .flags = c->batch_invariant ? GDELTA_FLAG_BATCH_INVARIANT : 0,
         .layout = c->layout,
         .engine = c->engine,
         .batch = packed ? 0 : c->sequences,
@@ -203,6 +215,7 @@ const char *case_line(const test_case *c) {
     if (c->checkpoint_interval) append(line, sizeof line, " checkpoints=%" PRId64, c->checkpoint_interval);
     if (c->several_slots) append(line, sizeof line, c->one_pool ? " one-pool" : " several-slots");
     if (c->accumulate) append(line, sizeof line, " accumulate");
+    if (c->batch_invariant) append(line, sizeof line, " batch-invariant");
     if (c->index64) append(line, sizeof line, " int64");
     if (c->host_tables) append(line, sizeof line, " host-tables");
     if (c->absent) {
@@ -292,24 +305,14 @@ static bool skipped(const instance *x, int64_t n) {
            (x->tensor[kFinal].present && slot_of(&x->c, kFinal, n) < 0);
 }
 
-/* Several states: how many a sequence has, the number of its first, the numbers in all, and a number's entry. */
-static int64_t several_of(const test_case *c, role r, int64_t n) {
-    return case_length(c, (int)n) / (r == kTokenStates ? 1 : c->checkpoint_interval);
-}
-
+/* The number of a sequence's first, and a number's entry. */
 static int64_t several_first(const instance *x, role r, int64_t n) {
     bool packed = r == kCheckpoints && x->c.layout == GDELTA_LAYOUT_THD;
     return packed ? x->start[n] / x->c.checkpoint_interval : n * several_of(&x->c, r, 0);
 }
 
-static int64_t several_numbers(const test_case *c, role r) {
-    bool packed = r == kCheckpoints && c->layout == GDELTA_LAYOUT_THD;
-    return packed ? total_rows(c) / c->checkpoint_interval : c->sequences * several_of(c, r, 0);
-}
-
 static int64_t several_slots(const test_case *c, role r) {
-    bool one = c->one_pool && r == kTokenStates;
-    return !c->several_slots ? 0 : one ? c->slot_count : several_numbers(c, r) + 3;
+    return !c->several_slots ? 0 : c->one_pool ? c->slot_count : several_numbers(c, r) + 3;
 }
 
 static int64_t several_entry(const test_case *c, role r, int64_t number) {
@@ -450,7 +453,7 @@ static void place_role(instance *x, role r) {
         case kState:
         case kSeveral:
             elements = state_strides(c, t, r);
-            if ((r == kFinal && c->in_place) || (r == kTokenStates && c->one_pool)) {
+            if ((r == kFinal && c->in_place) || (roles[r].kind == kSeveral && c->one_pool)) {
                 t->offset = x->tensor[kInitial].offset;
                 return;
             }
@@ -733,8 +736,7 @@ bool engine_runs(const test_engine *engine, const test_case *c, gdelta_operation
     bool forward = operation == GDELTA_OPERATION_FORWARD, linear = c->gate == GDELTA_GATE_LINEAR;
     bool backward = operation == GDELTA_OPERATION_BACKWARD && !(linear && case_roles(c) & ROLE(kDG)) &&
                     (c->dtype != GDELTA_DTYPE_FP16 || c->fp16_backward);
-    bool checkpoints = c->checkpoint_interval && (forward || c->save_mode == GDELTA_SAVE_STATES);
-    return (forward || backward) && c->dtype != GDELTA_DTYPE_FP32 && dims && aligned && !checkpoints;
+    return (forward || backward) && c->dtype != GDELTA_DTYPE_FP32 && dims && aligned;
 }
 
 role_set instance_outputs(const instance *x, gdelta_operation operation) {

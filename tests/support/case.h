@@ -118,6 +118,8 @@ typedef struct test_case {
     bool fused; /* q, k, v are column slices of one tensor, and dq, dk, dv of another */
     bool interleaved; /* g and beta are every other element of one tensor */
 
+    bool batch_invariant; /* GDELTA_FLAG_BATCH_INVARIANT */
+
     int64_t slot_count; /* states in pools of so many entries; 0: no slots */
     int64_t initial_slots[kMaxSequences], final_slots[kMaxSequences];
     int64_t slot_padding; /* elements between the slots */
@@ -132,7 +134,7 @@ typedef struct test_case {
     int64_t checkpoint_interval; /* forward keeps the state after every so many tokens; 0: none */
     bool several_slots; /* token states and checkpoints are in pools, in falling order; of a sequence's several states
                            the last has no slot */
-    bool one_pool;      /* with several_slots: token states are in the pool of the initial states, which has room */
+    bool one_pool;      /* with several_slots: they are in the pool of the initial states, which has room */
     bool accumulate;    /* GDELTA_BACKWARD_ACCUMULATE_PARAMETERS, where there are some; they start from numbers */
     bool index64;       /* tables are int64 */
     bool host_tables;   /* tables have host copies */
@@ -151,7 +153,7 @@ test_case two_head_case(int64_t tokens);
  * entries to spare. Sequences whose bit is set in `skipped` get -1. */
 void case_use_slots(test_case *c, enum slot_style style, uint64_t skipped);
 
-/* Gives a step's case slots, in place, and token states in the same pool. */
+/* Gives the case slots, in place, and token states in the same pool, or checkpoints if it has an interval. */
 void case_use_one_pool(test_case *c);
 
 /* What token t of a tree continues. */

@@ -201,8 +201,8 @@ test_case grid_case(grid grid, int i) {
     choose_memory(&c, i);
     if (tiles && c.gap) c.gap = 8;
     choose_roles(&c, i);
-    if (!tiles || anything) choose_several(&c, i);
-    if (tiles && draw(i, "checkpoints of tiles", 2)) c.checkpoint_interval = 0;
+    choose_several(&c, i);
+    c.batch_invariant = draw(i, "batch_invariant", 4) == 0;
     return c;
 }
 
