@@ -224,7 +224,7 @@ GPU_ENGINE_TEST(device_tables, several_slots_out_of_range_store_nothing, 1) {
         c.checkpoint_interval = tokens ? 0 : 64;
         c.several_slots = true;
         gdelta_operation operation = tokens ? GDELTA_OPERATION_STEP : GDELTA_OPERATION_FORWARD;
-        NEEDS(&c, FORWARD);
+        if (!engine_runs(engine, &c, operation)) continue;
         instance x = make_instance(&c), y = make_instance(&c);
         instance_set_entry(&x, tokens ? kTokenSlots : kCheckpointSlots, 3, bad[i % 4]);
         instance_set_entry(&y, tokens ? kTokenSlots : kCheckpointSlots, 3, -1);
