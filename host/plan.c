@@ -122,36 +122,58 @@ static int64_t ceil_div(int64_t a, int64_t b) {
     return (a + b - 1) / b;
 }
 
-/* Blocks along V and segments: whichever the times of config.h make fastest. Segments change bits, so that a plan that
- * promises batch invariance has none and asks for nothing here. */
-static gdelta_hopper_choice choose_blocks(const gdelta_plan *plan, int64_t summaries) {
-    const gdelta_shape *shape = &plan->shape;
-    gdelta_hopper_choice best = {.split_v = 1, .segments = 1};
-    int64_t jobs = shape->sequences * shape->heads_o, chunks = ceil_div(shape->tokens, kChunk);
-    int64_t places = plan->multiprocessors, least = INT64_MAX, most = jobs ? 1 + summaries / jobs : 1;
-    int32_t panels = shape->dim_v / kChunk, summary_tiles = (shape->dim_v + shape->dim_k) / kChunk;
-    for (int32_t segments = 1; segments <= most; ++segments) {
-        int64_t length = ceil_div(chunks, segments);
-        for (int32_t split_v = 1; split_v <= panels; split_v *= 2) {
-            int32_t chunk_ns = panels / split_v == 2 ? kHopperChunkNs2 : kHopperChunkNs1;
-            int64_t ns = ceil_div(jobs * segments * split_v, places) * length * chunk_ns;
-            if (segments > 1) {
-                int64_t blocks = jobs * (segments - 1) * summary_tiles;
-                ns += blocks <= places ? length * kHopperSummaryNs1
-                                       : ceil_div(blocks, 2 * places) * length * kHopperSummaryNs2;
-                ns += kHopperSegmentsNs + (segments - 1) * kHopperMergeNs;
-            }
-            if (ns < least) least = ns, best = (gdelta_hopper_choice){.split_v = split_v, .segments = segments};
+static int64_t larger(int64_t a, int64_t b) {
+    return a > b ? a : b;
+}
+
+/* ---- Blocks along V and segments, by the times of config.h ---- */
+
+/* Nanoseconds of what is along the chunks. */
+typedef int64_t prediction(const gdelta_shape *shape, int64_t places, gdelta_hopper_choice choice);
+
+static int64_t predict_forward(const gdelta_shape *shape, int64_t places, gdelta_hopper_choice choice) {
+    int64_t jobs = shape->sequences * shape->heads_o;
+    int64_t length = ceil_div(ceil_div(shape->tokens, kChunk), choice.segments);
+    int32_t chunk_ns = shape->dim_v / kChunk / choice.split_v == 2 ? kHopperChunkNs2 : kHopperChunkNs1;
+    int64_t ns = ceil_div(jobs * choice.segments * choice.split_v, places) * length * chunk_ns;
+    if (choice.segments == 1) return ns;
+    int64_t blocks = jobs * (choice.segments - 1) * ((shape->dim_v + shape->dim_k) / kChunk);
+    ns += blocks <= places ? length * kHopperSummaryNs1 : ceil_div(blocks, 2 * places) * length * kHopperSummaryNs2;
+    return ns + kHopperSegmentsNs + (choice.segments - 1) * kHopperMergeNs;
+}
+
+/* Both directions at once, each with blocks of its own; or device memory's time, if that is longer. Read of a chunk and
+ * output head: K, V and X, R; dO, Q, K and X, Z. Written: two states, w and y. A summary reads all but R. */
+static int64_t predict_backward(const gdelta_shape *shape, int64_t places, gdelta_hopper_choice choice) {
+    enum { kElementBytes = 2 };
+    int64_t jobs = shape->sequences * shape->heads_o, k = shape->dim_k, v = shape->dim_v;
+    int64_t chunks = gdelta_chunk_capacity(shape->sequences, shape->tokens, shape->rows, shape->packed);
+    int64_t length = ceil_div(ceil_div(shape->tokens, kChunk), choice.segments);
+    int64_t summary_bytes = kElementBytes * kChunk * (5 * k + 2 * v + kChunk);
+    int64_t bytes = summary_bytes + kElementBytes * (kChunk * (2 * v + kChunk) + 2 * k * v);
+    int32_t chunk_ns = v / kChunk / choice.split_v == 2 ? kHopperChainNs2 : kHopperChainNs1;
+    int64_t ns = larger(ceil_div(2 * jobs * choice.segments * choice.split_v, places) * length * chunk_ns,
+                        chunks * shape->heads_o * bytes / kHopperBytesPerNs);
+    if (choice.segments == 1) return ns;
+    int64_t blocks = jobs * ((choice.segments - 1) * 2 * v + (choice.segments - 2) * k) / kChunk;
+    ns += larger(blocks <= places ? length * kHopperChainSummaryNs1
+                                  : ceil_div(blocks, 2 * places) * length * kHopperChainSummaryNs2,
+                 chunks * shape->heads_o * summary_bytes / kHopperBytesPerNs);
+    return ns + kHopperSegmentsNs + (choice.segments - 1) * kHopperMergeNs;
+}
+
+/* Whichever is fastest. Segments change bits, so that a plan that promises batch invariance has none. */
+static gdelta_hopper_choice choose_blocks(const gdelta_shape *shape, int64_t places, int64_t summaries,
+                                          prediction *predict) {
+    gdelta_hopper_choice best = {.split_v = 1, .segments = 1}, choice = best;
+    int64_t jobs = shape->sequences * shape->heads_o, most = jobs ? 1 + summaries / jobs : 1, least = INT64_MAX;
+    for (choice.segments = 1; choice.segments <= most; ++choice.segments) {
+        for (choice.split_v = 1; choice.split_v <= shape->dim_v / kChunk; choice.split_v *= 2) {
+            int64_t ns = predict(shape, places, choice);
+            if (ns < least) least = ns, best = choice;
         }
     }
     return best;
-}
-
-/* Two blocks along V where all of them, one a direction, still run at once. 2/4, 1 x 32768: 1.25 ms with one, 0.90 with
- * two; 16/64, 4 x 8192, where they do not: 4.50 and 4.53. */
-static int32_t split_backward(const gdelta_shape *shape, int32_t multiprocessors) {
-    int64_t jobs = shape->sequences * shape->heads_o;
-    return shape->dim_v == 2 * kChunk && 4 * jobs <= multiprocessors ? 2 : 1;
 }
 
 gdelta_status gdelta_supported(const gdelta_problem *problem, gdelta_operation operation, int32_t compute_capability,
@@ -192,20 +214,22 @@ gdelta_status gdelta_plan_create(const gdelta_problem *problem, gdelta_plan **pl
     made->backward_engine = engines.backward;
     made->compute_capability = compute_capability;
     made->multiprocessors = multiprocessors;
-    made->choice = (gdelta_hopper_choice){.split_v = 1, .segments = 1};
+    made->choice = made->backward_choice = (gdelta_hopper_choice){.split_v = 1, .segments = 1};
+    bool invariant = problem->flags & GDELTA_FLAG_BATCH_INVARIANT;
+    int64_t summaries = invariant ? 0 : gdelta_summary_room(&shape, multiprocessors);
     /* The hopper engine's backward needs nothing saved. A call of AUTO that it cannot take makes its own states. */
     bool saves = problem->save_mode == GDELTA_SAVE_STATES && engines.backward == GDELTA_ENGINE_RECURRENT;
     gdelta_workspace_forward(&shape, &made->step);
     made->forward = made->step;
     if (engines.forward == GDELTA_ENGINE_HOPPER) {
-        bool invariant = problem->flags & GDELTA_FLAG_BATCH_INVARIANT;
-        int64_t summaries = invariant ? 0 : gdelta_summary_room(&shape, multiprocessors);
-        if (!invariant) made->choice = choose_blocks(made, summaries);
+        if (!invariant) made->choice = choose_blocks(&shape, multiprocessors, summaries, predict_forward);
         gdelta_workspace_hopper_forward(&shape, summaries, &made->forward);
     }
     if (problem->engine != GDELTA_ENGINE_HOPPER) gdelta_workspace_backward(&shape, !saves, &made->backward);
-    if (engines.backward == GDELTA_ENGINE_HOPPER) gdelta_workspace_hopper_backward(&shape, &made->backward);
-    made->backward_split_v = split_backward(&shape, multiprocessors);
+    if (engines.backward == GDELTA_ENGINE_HOPPER) {
+        made->backward_choice = choose_blocks(&shape, multiprocessors, summaries, predict_backward);
+        gdelta_workspace_hopper_backward(&shape, summaries, &made->backward);
+    }
     made->saved_bytes = saves ? gdelta_checkpoint_bytes(&shape) : 0;
     *plan = made;
     return GDELTA_OK;
@@ -228,24 +252,27 @@ size_t gdelta_plan_describe(const gdelta_plan *plan, char *text, size_t size) {
     int64_t jobs = s->sequences * s->heads_o;
     int64_t forward = jobs * (hopper ? plan->choice.split_v * plan->choice.segments : gdelta_forward_tiles(s->dim_v));
     /* Of the kernel that walks along the tokens; hopper: one block up, one down. */
-    int64_t backward =
-        jobs * (hopper_backward ? 2 * plan->backward_split_v : gdelta_backward_tiles(s->dim_k, s->dim_v));
-    char tiles[32];
+    int64_t backward = jobs * (hopper_backward ? 2 * plan->backward_choice.split_v * plan->backward_choice.segments
+                                               : gdelta_backward_tiles(s->dim_k, s->dim_v));
+    char tiles[40], backward_tiles[40] = "recurrent";
     if (hopper) {
         snprintf(tiles, sizeof tiles, "split_v %" PRId32 ", segments %" PRId32, plan->choice.split_v,
                  plan->choice.segments);
     } else {
         snprintf(tiles, sizeof tiles, "width %" PRId32, gdelta_recurrent_width(s->dim_k));
     }
-    int length =
-        snprintf(text, size,
-                 "%s: %s N=%" PRId64 " T=%" PRId64 " rows=%" PRId64 " heads=%" PRId32 "/%" PRId32 "/%" PRId32
-                 " K=%" PRId32 " V=%" PRId32 " %s, sm_%" PRId32 " x %" PRId32 ", %s, blocks %" PRId64
-                 " forward, %" PRId64 " backward (%s); workspace %zu forward, %zu backward, saved %zu bytes",
-                 hopper ? "hopper" : "recurrent", layouts[p->layout], s->sequences, s->tokens, s->rows, s->heads_q,
-                 s->heads_k, s->heads_v, s->dim_k, s->dim_v, gdelta_dtype_name(io_dtype(p)), plan->compute_capability,
-                 plan->multiprocessors, tiles, forward, backward, hopper_backward ? "hopper" : "recurrent",
-                 plan->forward.bytes, plan->backward.bytes, plan->saved_bytes);
+    if (hopper_backward) {
+        snprintf(backward_tiles, sizeof backward_tiles, "hopper: split_v %" PRId32 ", segments %" PRId32,
+                 plan->backward_choice.split_v, plan->backward_choice.segments);
+    }
+    int length = snprintf(text, size,
+                          "%s: %s N=%" PRId64 " T=%" PRId64 " rows=%" PRId64 " heads=%" PRId32 "/%" PRId32 "/%" PRId32
+                          " K=%" PRId32 " V=%" PRId32 " %s, sm_%" PRId32 " x %" PRId32 ", %s, blocks %" PRId64
+                          " forward, %" PRId64 " backward (%s); workspace %zu forward, %zu backward, saved %zu bytes",
+                          hopper ? "hopper" : "recurrent", layouts[p->layout], s->sequences, s->tokens, s->rows,
+                          s->heads_q, s->heads_k, s->heads_v, s->dim_k, s->dim_v, gdelta_dtype_name(io_dtype(p)),
+                          plan->compute_capability, plan->multiprocessors, tiles, forward, backward, backward_tiles,
+                          plan->forward.bytes, plan->backward.bytes, plan->saved_bytes);
     return length < 0 ? 0 : (size_t)length;
 }
 

@@ -8,10 +8,9 @@
 struct gdelta_plan {
     gdelta_problem problem; /* as given */
     gdelta_shape shape;
-    gdelta_engine forward_engine;  /* of a forward that saves nothing, where it can take the call */
-    gdelta_engine backward_engine; /* likewise; step and commit are the recurrent engine's */
-    gdelta_hopper_choice choice;   /* hopper forward */
-    int32_t backward_split_v;      /* hopper backward: blocks along V */
+    gdelta_engine forward_engine;                 /* of a forward that saves nothing, where it can take the call */
+    gdelta_engine backward_engine;                /* likewise; step and commit are the recurrent engine's */
+    gdelta_hopper_choice choice, backward_choice; /* hopper forward and backward */
     int32_t compute_capability, multiprocessors;
     gdelta_workspace_table forward, backward, step;
     size_t saved_bytes;

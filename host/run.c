@@ -161,12 +161,16 @@ static gdelta_status run_hopper_backward(const gdelta_plan *plan, const gdelta_b
         .y = at(buffers, table->y),
         .multiprocessors = plan->multiprocessors,
     };
-    work.chunk.choice.split_v = plan->backward_split_v;
+    work.chunk.choice = plan->backward_choice;
+    /* In place, the first segment would write what the last one may still have to read. */
+    if (call->d_initial.data && call->d_initial.data == call->d_final.data) work.chunk.choice.segments = 1;
     work.chunk.x = at(buffers, table->x);
     work.chunk.z = at(buffers, table->z);
     work.chunk.r = at(buffers, table->r);
     work.chunk.p = at(buffers, table->p);
     work.chunk.l = at(buffers, table->l);
+    work.chunk.m = at(buffers, table->m);
+    work.chunk.n = at(buffers, table->n);
     if (call->da_log.data || call->ddt_bias.data) work.parameters = at(buffers, table->parameters);
     gdelta_hopper_backward_maps maps = {0};
     gdelta_mapped tensors[kMaps];

@@ -42,14 +42,18 @@ int64_t gdelta_summary_room(const gdelta_shape *shape, int32_t multiprocessors) 
     return segments - 1 < most / jobs ? jobs * (segments - 1) : most;
 }
 
+static void take_summaries(const gdelta_shape *shape, int64_t count, gdelta_workspace_table *table) {
+    table->m = take(&table->bytes, (size_t)count * (size_t)shape->dim_k * (size_t)shape->dim_k * sizeof(float));
+    table->n = take(&table->bytes, (size_t)count * (size_t)shape->dim_k * (size_t)shape->dim_v * sizeof(float));
+}
+
 void gdelta_workspace_hopper_forward(const gdelta_shape *shape, int64_t summaries, gdelta_workspace_table *table) {
     size_t chunk_heads = chunk_count(shape) * (size_t)shape->heads_o;
     gdelta_workspace_forward(shape, table);
     table->rows = take(&table->bytes, rows_bytes(shape, kHopperForwardRowFloats));
     table->x = take(&table->bytes, chunk_heads * (size_t)(shape->dim_k / kChunk) * kHopperTileBytes);
     table->z = take(&table->bytes, chunk_heads * kHopperLowerBytes);
-    table->m = take(&table->bytes, (size_t)summaries * (size_t)shape->dim_k * (size_t)shape->dim_k * sizeof(float));
-    table->n = take(&table->bytes, (size_t)summaries * (size_t)shape->dim_k * (size_t)shape->dim_v * sizeof(float));
+    take_summaries(shape, summaries, table);
 }
 
 void gdelta_workspace_backward(const gdelta_shape *shape, bool own_checkpoints, gdelta_workspace_table *table) {
@@ -66,7 +70,7 @@ void gdelta_workspace_backward(const gdelta_shape *shape, bool own_checkpoints, 
     table->dbeta = take(&table->bytes, heads_rows * tiles * sizeof(float));
 }
 
-void gdelta_workspace_hopper_backward(const gdelta_shape *shape, gdelta_workspace_table *table) {
+void gdelta_workspace_hopper_backward(const gdelta_shape *shape, int64_t summaries, gdelta_workspace_table *table) {
     enum { kElementBytes = 2 };
     size_t chunk_heads = chunk_count(shape) * (size_t)shape->heads_o, recurrent = table->bytes;
     size_t state = (size_t)shape->dim_k * (size_t)shape->dim_v * kElementBytes;
@@ -85,5 +89,6 @@ void gdelta_workspace_hopper_backward(const gdelta_shape *shape, gdelta_workspac
     table->y = take(&table->bytes, chunk_heads * values);
     bool parameters = shape->gate == GDELTA_GATE_SOFTPLUS;
     table->parameters = take(&table->bytes, parameters ? chunk_heads * 2 * sizeof(double) : 0);
+    take_summaries(shape, 2 * summaries, table);
     if (table->bytes < recurrent) table->bytes = recurrent;
 }

@@ -13,7 +13,7 @@ typedef struct gdelta_workspace_table {
     size_t malformed;
     size_t checkpoints, dq, dk, dv, ddecay, dbeta; /* recurrent backward */
     size_t rows, x, z, m, n;                       /* hopper */
-    size_t r, p, l, s, ds, w, y, parameters;       /* hopper backward, with rows, x, z */
+    size_t r, p, l, s, ds, w, y, parameters;       /* hopper backward, with those */
     size_t bytes;
 } gdelta_workspace_table;
 
@@ -27,7 +27,7 @@ int64_t gdelta_summary_room(const gdelta_shape *shape, int32_t multiprocessors);
 void gdelta_workspace_backward(const gdelta_shape *shape, bool own_checkpoints, gdelta_workspace_table *table);
 /* Adds the hopper engine's needs to a table of the recurrent engine's, in the same bytes: a call uses one or the other.
  * All but `malformed`, which both have. */
-void gdelta_workspace_hopper_backward(const gdelta_shape *shape, gdelta_workspace_table *table);
+void gdelta_workspace_hopper_backward(const gdelta_shape *shape, int64_t summaries, gdelta_workspace_table *table);
 
 /* Bytes of the states that forward leaves every 64 tokens. */
 size_t gdelta_checkpoint_bytes(const gdelta_shape *shape);

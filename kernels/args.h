@@ -107,7 +107,7 @@ typedef struct gdelta_backward_call {
     int32_t accumulate_parameters;
 } gdelta_backward_call;
 
-/* What the plan chose for a chunked forward. */
+/* What the plan chose for the kernels along the chunks, of forward or of backward. */
 typedef struct gdelta_hopper_choice {
     int32_t split_v;  /* blocks along V: 1, or 2 where one block a head would leave multiprocessors idle */
     int32_t segments; /* pieces that every sequence is cut into; 1: none */

@@ -42,7 +42,8 @@ typedef struct gdelta_hopper_work {
     int32_t *malformed; /* [1], as in gdelta_recurrent_work */
     float *rows;        /* [chunks, HO] row tables (chunk.cuh): what gate, beta and norm make of each token */
     void *x, *z;        /* [chunks, HO, 64, K] and [chunks, HO] lower triangles or tiles, as prepare.cu says */
-    float *m, *n;       /* forward with segments. [N HO, segments - 1, K, K] and [.., V, K], as scan.cu says */
+    float *m, *n;       /* with segments. [N HO, segments - 1, K, K] and [.., V, K], as scan.cu says; backward, as
+                           chains.cu says: the states' direction, then the gradients' */
     void *r;            /* backward, all three or none. [chunks, HO] tiles, as prepare.cu says */
     void *p, *l;        /* [chunks, HQ] tiles: lower(Q K^T) and strictly_lower(K K^T) */
     gdelta_hopper_choice choice;

@@ -27,6 +27,7 @@ calls=(
     "$bench --op forward --engine hopper --hq 1 --hv 1 --seqlens 2048"
     "$bench --op forward --engine hopper --hq 1 --hv 2 --seqlens 70,0,130 --checkpoint-every 64"
     "$bench --op backward --engine hopper --hq 1 --hv 2 --seqlens 70,0,130"
+    "$bench --op backward --engine hopper --hq 1 --hv 1 --seqlens 2048"
 )
 
 # run_tool TOOL: its lines, and the number of calls with reports into $logs/TOOL.reports

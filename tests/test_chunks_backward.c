@@ -1,6 +1,8 @@
 /* What is hard for a backward that works on chunks of 64 tokens: losses at the end of long texts, gradients handed from
  * call to call, sums that cancel. Every engine must pass. */
 #include <math.h>
+#include <stdlib.h>
+#include <string.h>
 
 #include "support/case.h"
 #include "support/compare.h"
@@ -55,17 +57,17 @@ ENGINE_TEST(chunks_backward, nothing_to_forget_at_first, 2) {
 
 /* ---- Calls ---- */
 
+enum { kPieces = 3 };
+
 /* A text cut in three, the gradient of each piece's initial state handed to the one before it, has the gradients of the
  * whole. */
-ENGINE_TEST(chunks_backward, pieces_hand_gradients_back, 2) {
-    enum { kPieces = 3 };
-    static const int64_t cuts[2][kPieces + 1] = {{0, 64, 256, 300}, {0, 1, 130, 300}};
-    test_case c = base_case(cuts[part][kPieces]);
+static void check_pieces(test_case c, const int64_t cuts[kPieces + 1], const test_engine *engine) {
+    c.lengths[0] = cuts[kPieces];
     instance whole = make_instance(&c), piece[kPieces];
     RUN(&whole, BACKWARD);
     for (int i = 0; i < kPieces; ++i) {
-        c.first_token = cuts[part][i];
-        c.lengths[0] = cuts[part][i + 1] - cuts[part][i];
+        c.first_token = cuts[i];
+        c.lengths[0] = cuts[i + 1] - cuts[i];
         piece[i] = make_instance(&c);
         if (i > 0) instance_copy(&piece[i], kInitial, &piece[i - 1], kFinal);
         RUN(&piece[i], FORWARD);
@@ -77,13 +79,18 @@ ENGINE_TEST(chunks_backward, pieces_hand_gradients_back, 2) {
             /* Two results within the tolerance of the truth are within twice of one another. */
             double tolerance = 2 * compare_tolerance(engine, r, GDELTA_DTYPE_FP32);
             int64_t rows = piece[i].c.lengths[0];
-            slice got = {&piece[i], r, 0, 0, rows}, want = {&whole, r, 0, cuts[part][i], rows};
+            slice got = {&piece[i], r, 0, 0, rows}, want = {&whole, r, 0, cuts[i], rows};
             cr_expect(compare_slices(got, want, tolerance), "piece %d", i);
         }
     }
     cr_expect(compare_instances(&piece[0], &whole, ROLE(kDInitial), engine));
     for (int i = 0; i < kPieces; ++i) instance_destroy(&piece[i]);
     instance_destroy(&whole);
+}
+
+ENGINE_TEST(chunks_backward, pieces_hand_gradients_back, 2) {
+    static const int64_t cuts[2][kPieces + 1] = {{0, 64, 256, 300}, {0, 1, 130, 300}};
+    check_pieces(base_case(0), cuts[part], engine);
 }
 
 /* A sequence in a crowd keeps its bits. */
@@ -94,13 +101,126 @@ ENGINE_TEST(chunks_backward, a_crowd_changes_no_bits, 1) {
 }
 
 /* No order of blocks and warps shows: many jobs a block, groups of heads, parameters summed over all tokens. */
-GPU_ENGINE_TEST(chunks_backward, a_hundred_calls_give_the_same_bits, 2) {
-    test_case c = base_case(part ? 64 : 1000);
-    c.sequences = part ? 33 : 3;
-    c.heads_q = part ? 1 : 4;
-    c.heads_v = part ? 4 : 2;
+GPU_ENGINE_TEST(chunks_backward, a_hundred_calls_give_the_same_bits, 3) {
+    static const int shapes[3][4] = {{1000, 3, 4, 2}, {64, 33, 1, 4}, {2048, 1, 1, 2}};
+    test_case c = base_case(shapes[part][0]);
+    c.sequences = shapes[part][1];
+    c.heads_q = shapes[part][2];
+    c.heads_v = shapes[part][3];
     c.gate = GDELTA_GATE_SOFTPLUS;
     cr_expect(check_repeats(&c, engine, GDELTA_OPERATION_BACKWARD));
+}
+
+/* ---- Segments: a long text of few heads, which the hopper engine cuts ---- */
+
+/* How many, as the plan's line says; 1 for engines that have none. */
+static int segments_of(const test_case *c, const test_engine *engine) {
+    gdelta_problem problem = case_problem(c);
+    problem.engine = engine->engine;
+    gdelta_plan *plan;
+    char line[512];
+    cr_assert_eq(gdelta_plan_create(&problem, &plan), GDELTA_OK, "%s", gdelta_last_error());
+    gdelta_plan_describe(plan, line, sizeof line);
+    gdelta_plan_destroy(plan);
+    const char *words = " segments ", *backward = strstr(line, "(hopper: ");
+    return backward ? atoi(strstr(backward, words) + strlen(words)) : 1;
+}
+
+/* No decay: else nothing of a segment's start is left at its end, and M could be anything. */
+static test_case segment_case(int64_t tokens) {
+    test_case c = base_case(tokens);
+    c.strength = kGateZero;
+    return c;
+}
+
+static void expect_segments(const test_case *c, const test_engine *engine) {
+    if (engine->engine == GDELTA_ENGINE_HOPPER) cr_assert_gt(segments_of(c, engine), 1, "%s", case_line(c));
+}
+
+/* Gates, sizes and types; a last chunk that is not whole. */
+GPU_ENGINE_TEST(chunks_backward, segments, 6) {
+    static const int dims[6][2] = {{128, 128}, {128, 128}, {64, 128}, {128, 64}, {64, 64}, {128, 128}};
+    test_case c = segment_case(2100);
+    c.dim_k = dims[part][0];
+    c.dim_v = dims[part][1];
+    if (part == 1) c.strength = kGateStrong;
+    if (part == 2) c.beta = GDELTA_BETA_SIGMOID;
+    if (part == 3) c.dtype = GDELTA_DTYPE_FP16;
+    if (part == 4) c.strength = kGateResets;
+    if (part == 5) c.keys = kKeysCorrelated, c.strength = kGateWeak;
+    expect_segments(&c, engine);
+    cr_expect(check_case(&c, engine, kBackward));
+}
+
+/* Packed sequences, one long: shorter than a chunk a segment, skipped, without an initial state, empty; in slots. */
+GPU_ENGINE_TEST(chunks_backward, segments_of_packed_sequences, 2) {
+    static const int64_t lengths[] = {70, 2085, 0, 640, 257, 1};
+    enum { kSkipped = 3, kFresh = 4 };
+    test_case c = segment_case(0);
+    c.layout = GDELTA_LAYOUT_THD;
+    c.sequences = sizeof lengths / sizeof *lengths;
+    memcpy(c.lengths, lengths, sizeof lengths);
+    c.longest = part ? 2085 : 0;
+    c.heads_v = 1;
+    c.state_dtype = part ? GDELTA_DTYPE_BF16 : GDELTA_DTYPE_FP32;
+    c.state_order = part ? GDELTA_STATE_VK : GDELTA_STATE_KV;
+    case_use_slots(&c, kSlotsDistinct, 1 << kSkipped);
+    c.recycled = 1 << kFresh;
+    expect_segments(&c, engine);
+    cr_expect(check_case(&c, engine, kBackward));
+}
+
+/* Beside a text in segments an empty sequence still hands its gradient on as it is: it is not M^T dS + N', which -0 and
+ * infinities do not survive. */
+GPU_ENGINE_TEST(chunks_backward, empty_sequences_beside_segments, 2) {
+    static const double values[] = {-0.0, INFINITY, -INFINITY, 1.5};
+    test_case c = segment_case(0);
+    c.layout = GDELTA_LAYOUT_THD;
+    c.sequences = 4;
+    c.lengths[1] = 4096;
+    c.heads_v = 1;
+    c.state_order = part;
+    c.recycled = 1 << 3;
+    expect_segments(&c, engine);
+    instance x = make_instance(&c);
+    FOR_ELEMENTS(&x, kDFinal, n, row, head, column) {
+        if (c.lengths[n]) continue;
+        instance_put(&x, kDFinal, n, row, head, column, values[(n + row + column) % 4]);
+        static const uint32_t payload = 0x7fc12345; /* of a NaN */
+        if (column == 5) memcpy(x.before + instance_offset(&x, kDFinal, n, row, head, column), &payload, 4);
+    }
+    RUN(&x, BACKWARD);
+    for (int n = 0; n < 3; n += 2) {
+        cr_expect(compare_slice_bits((slice){&x, kDInitial, n, 0, 0}, (slice){&x, kDFinal, n, 0, 0}), "sequence %d", n);
+    }
+    int64_t wrong = 0;
+    FOR_ELEMENTS(&x, kDInitial, n, row, head, column) {
+        double value = instance_get(&x, kDInitial, n, row, head, column);
+        wrong += n == 3 ? value != 0 : n == 1 && !isfinite(value);
+    }
+    cr_expect_eq(wrong, 0, "%d elements", (int)wrong);
+    instance_destroy(&x);
+}
+
+/* Pieces that are cut into segments themselves. */
+GPU_ENGINE_TEST(chunks_backward, pieces_of_segments_hand_gradients_back, 1) {
+    static const int64_t cuts[kPieces + 1] = {0, 2080, 4200, 6400};
+    test_case c = segment_case(2080);
+    expect_segments(&c, engine);
+    check_pieces(c, cuts, engine);
+}
+
+/* The gradient of the initial state in the memory of that of the final state. */
+GPU_ENGINE_TEST(chunks_backward, state_gradients_in_place, 1) {
+    test_case c = segment_case(4096);
+    expect_segments(&c, engine);
+    instance apart = make_instance(&c), x = make_instance(&c);
+    x.tensor[kDInitial].offset = x.tensor[kDFinal].offset;
+    RUN(&apart, BACKWARD);
+    RUN(&x, BACKWARD);
+    cr_expect(compare_instances(&x, &apart, ROLE(kDInitial) | ROLE(kDQ) | ROLE(kDK) | ROLE(kDV), engine));
+    instance_destroy(&apart);
+    instance_destroy(&x);
 }
 
 /* ---- Length and keys ---- */

@@ -89,29 +89,35 @@ static size_t row_bytes(const gdelta_problem *p, size_t heads, size_t floats) {
     return padded(chunks_of(p) * heads * floats * 4);
 }
 
-/* Hopper forward: for each chunk and output head 64 rows of K and a lower triangle of 64 x 64 in squares of 16 x 16, of
- * 16 bits; and summaries, [K, K] and [K, V] of fp32, of all but one segment of a sequence, 512 tokens at least and 32
- * segments at most, but no more than two a multiprocessor in all. */
-static size_t hopper_bytes(const gdelta_problem *p, size_t heads) {
-    size_t chunk_heads = chunks_of(p) * heads, k = (size_t)p->dim_k, v = (size_t)p->dim_v;
+/* Room for summaries of all but one segment of a sequence, 512 tokens at least and 32 segments at most, but no more
+ * than two a multiprocessor in all. */
+static size_t summaries_of(const gdelta_problem *p, size_t heads) {
     bool thd = p->layout == GDELTA_LAYOUT_THD;
     size_t longest = (size_t)(p->tokens ? p->tokens : p->total_tokens), segments = longest / 512;
     size_t jobs = (size_t)(thd ? p->sequences : p->batch) * heads, most = 2 * (size_t)p->multiprocessors;
     if (segments > 32) segments = 32;
     if (segments < 1 || (p->flags & GDELTA_FLAG_BATCH_INVARIANT)) segments = 1;
-    size_t summaries = jobs * (segments - 1) < most ? jobs * (segments - 1) : most;
+    return jobs * (segments - 1) < most ? jobs * (segments - 1) : most;
+}
+
+/* Hopper forward: for each chunk and output head 64 rows of K and a lower triangle of 64 x 64 in squares of 16 x 16, of
+ * 16 bits; and the summaries, [K, K] and [K, V] of fp32. */
+static size_t hopper_bytes(const gdelta_problem *p, size_t heads) {
+    size_t chunk_heads = chunks_of(p) * heads, k = (size_t)p->dim_k, v = (size_t)p->dim_v;
+    size_t summaries = summaries_of(p, heads);
     return row_bytes(p, heads, 132) + padded(chunk_heads * 64 * k * 2) + padded(chunk_heads * 5120) +
            padded(summaries * k * k * 4) + padded(summaries * k * v * 4);
 }
 
 /* Backward: the row table; for each output head 64 rows of K, two tiles of 64 x 64, two states and two sets of rows of
- * V of 16 bits, and of fused gates two doubles; for each query head two tiles. */
+ * V of 16 bits, and of fused gates two doubles; for each query head two tiles; and twice forward's summaries. */
 static size_t hopper_backward_bytes(const gdelta_problem *p, size_t heads) {
-    size_t chunks = chunks_of(p), k = (size_t)p->dim_k, v = (size_t)p->dim_v;
+    size_t chunks = chunks_of(p), k = (size_t)p->dim_k, v = (size_t)p->dim_v, summaries = 2 * summaries_of(p, heads);
     return row_bytes(p, heads, 324) + padded(chunks * heads * 64 * k * 2) + 2 * padded(chunks * heads * 8192) +
            2 * padded(chunks * (size_t)p->heads_q * 8192) + 2 * padded(chunks * heads * k * v * 2) +
            2 * padded(chunks * heads * 64 * v * 2) +
-           (p->gate == GDELTA_GATE_SOFTPLUS ? padded(chunks * heads * 16) : 0);
+           (p->gate == GDELTA_GATE_SOFTPLUS ? padded(chunks * heads * 16) : 0) + padded(summaries * k * k * 4) +
+           padded(summaries * k * v * 4);
 }
 
 /* The recurrent engine's are the parts of kernels/launch.h, in fp32: states after every 64 rows, parts of dq and dk for
@@ -269,7 +275,7 @@ Test(plan, describe_says_what_was_decided) {
                      layout == GDELTA_LAYOUT_THD ? 300 : 100, dtypes[layout], (int)capabilities[i]);
             cr_expect_eq(strncmp(line, words, strlen(words)), 0, "'%s' is not '%s...'", line, words);
             sizes s = expected_sizes(&p);
-            snprintf(words, sizeof words, " backward (%s); ", takes_hopper_backward(&p) ? "hopper" : "recurrent");
+            snprintf(words, sizeof words, " backward (%s", takes_hopper_backward(&p) ? "hopper: " : "recurrent); ");
             cr_expect_not_null(strstr(line, words), "'%s' lacks '%s'", line, words);
             snprintf(words, sizeof words, "workspace %zu forward, %zu backward, saved %zu bytes", s.forward, s.backward,
                      s.saved);
@@ -494,7 +500,7 @@ static void expect_engine(const gdelta_problem *problem, const char *engine) {
 static void expect_backward(const gdelta_problem *problem, const char *engine) {
     char line[kLine], words[40];
     describe(problem, line);
-    snprintf(words, sizeof words, " backward (%s); ", engine);
+    snprintf(words, sizeof words, " backward (%s", engine);
     cr_expect_not_null(strstr(line, words), "'%s' is not %s", line, engine);
 }
 
@@ -552,19 +558,38 @@ Test(plan, few_heads_are_split) {
     }
 }
 
-/* Long texts of few heads are cut where that is faster, but where batches may change nothing. */
-Test(plan, long_texts_of_few_heads_are_cut) {
+/* Of forward and backward: whether there are several segments. */
+static void expect_segments(const gdelta_problem *problem, bool forward, bool backward) {
     char line[kLine];
+    describe(problem, line);
+    cr_assert_not_null(strstr(line, "segments "), "'%s'", line);
+    cr_assert_not_null(strstr(line, "(hopper: "), "'%s'", line);
+    cr_expect_eq(!strstr(line, "segments 1,"), forward, "'%s'", line);
+    cr_expect_eq(!strstr(line, "segments 1)"), backward, "'%s'", line);
+}
+
+/* Long texts of few heads are cut where that is faster, but where batches may change nothing. Backward moves more
+ * bytes, which segments move again: of 16 heads it has no multiprocessors to gain. */
+Test(plan, long_texts_of_few_heads_are_cut) {
     gdelta_problem p = dense(1, 32768);
-    describe(&p, line);
-    cr_expect_not_null(strstr(line, "segments "), "'%s'", line);
-    cr_expect_null(strstr(line, "segments 1,"), "'%s'", line);
+    p.dim_k = 128;
+    expect_segments(&p, true, true);
     p.flags = GDELTA_FLAG_BATCH_INVARIANT;
-    describe(&p, line);
-    cr_expect_not_null(strstr(line, "segments 1,"), "'%s'", line);
+    expect_segments(&p, false, false);
+    p.flags = 0;
+    p.tokens = 8192;
+    expect_segments(&p, true, true);
+    p.tokens = 512;
+    expect_segments(&p, false, false);
+    p.tokens = 32768;
+    p.heads_q = p.heads_k = 8;
+    p.heads_v = 16;
+    expect_segments(&p, true, false);
+    p.heads_q = p.heads_k = 16;
+    p.heads_v = 32;
+    expect_segments(&p, true, false);
     p = dense(132, 32768);
-    describe(&p, line);
-    cr_expect_not_null(strstr(line, "segments 1,"), "'%s'", line);
+    expect_segments(&p, false, false);
 }
 
 #else

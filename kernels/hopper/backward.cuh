@@ -16,9 +16,4 @@ __device__ __forceinline__ float beta_at(const float *table, int token) {
     return Range<T>::kUp * table[kRowGates + token / 2 * 4 + token % 2];
 }
 
-// The sequence of a block of hopper_chains.
-__device__ __forceinline__ int64_t block_sequence(const gdelta_shape &shape, int tiles) {
-    return blockIdx.x / 2 / static_cast<unsigned>(tiles * shape.heads_o);
-}
-
 }  // namespace gdelta

@@ -61,6 +61,10 @@ cudaError_t launch(void (*kernel)(Parameters...), int64_t blocks, int threads, s
 // X, Z and rows; for backward (work.l is there) the other tiles too. Uses maps.k and maps.q.
 cudaError_t launch_hopper_prepare(const gdelta_forward_call &call, const gdelta_hopper_work &work,
                                   const gdelta_hopper_maps &maps, gdelta_stream stream);
+// From the summaries of each job's segments, in work.m and work.n, the state after each: in the place of N. A job is a
+// sequence and output head; in backward one of each direction.
+cudaError_t launch_hopper_merge(bool early, const gdelta_shape &shape, const gdelta_hopper_work &work, int64_t jobs,
+                                gdelta_stream stream);
 cudaError_t launch_hopper_chains(const gdelta_backward_call &call, const gdelta_hopper_backward_work &work,
                                  const gdelta_hopper_backward_maps &maps, gdelta_stream stream);
 

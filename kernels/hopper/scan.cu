@@ -627,8 +627,7 @@ struct MergeShared {
     uint64_t full[2];
 };
 
-// S_p+1 = M_p S_p + N_p, in the place of N. Grid: x = (sequence, output head, 16 rows of V). Block: a thread makes 4
-// rows of 2 columns.
+// S_p+1 = M_p S_p + N_p, in the place of N. Grid: x = (job, 16 rows of V). Block: a thread makes 4 rows of 2 columns.
 template <int K>
 __global__ void __launch_bounds__(2 * K)
     hopper_merge(const __grid_constant__ gdelta_shape shape, const __grid_constant__ gdelta_hopper_work work) {
@@ -656,16 +655,21 @@ __global__ void __launch_bounds__(2 * K)
     if (threadIdx.x == 0) {
         for (int p = 1; p < 3 && p < count; ++p) load(p);
     }
-    float2 s[kRows], next[kRows];
+    float2 s[kRows], next[kRows], ahead[kRows];
+    auto get = [&](float2(&to)[kRows], const float *from) {
 #pragma unroll
-    for (int i = 0; i < kRows; ++i) s[i] = *reinterpret_cast<const float2 *>(n + i * K);
+        for (int i = 0; i < kRows; ++i) to[i] = *reinterpret_cast<const float2 *>(from + i * K);
+    };
+    get(s, n);
+    if (count > 1) get(ahead, n + step);
     for (int p = 1; p < count; ++p) {
         n += step;
 #pragma unroll
         for (int i = 0; i < kRows; ++i) {
-            next[i] = *reinterpret_cast<const float2 *>(n + i * K);
+            next[i] = ahead[i];
             *reinterpret_cast<float2 *>(&shared.state[row + i][column]) = s[i];
         }
+        if (p + 1 < count) get(ahead, n + step);
         __syncthreads();
         mbarrier_wait(shared_address(&shared.full[p % 2]), (p - 1) / 2 & 1);
 #pragma unroll 4
@@ -692,19 +696,28 @@ __global__ void __launch_bounds__(2 * K)
 
 // ---- Launch ----
 
+cudaError_t launch_hopper_merge(bool early, const gdelta_shape &shape, const gdelta_hopper_work &work, int64_t jobs,
+                                gdelta_stream stream) {
+    auto launch_merge = [&](auto k) {
+        using Shared = MergeShared<k>;
+        return launch_as(early, hopper_merge<k>, jobs * (shape.dim_v / Shared::kRows), 2 * k, sizeof(Shared), stream,
+                         shape, work);
+    };
+    return shape.dim_k == 128 ? launch_merge(std::integral_constant<int, 128>{})
+                              : launch_merge(std::integral_constant<int, 64>{});
+}
+
 template <typename T, int PanelsK>
 static cudaError_t launch_segments(const gdelta_forward_call &call, const gdelta_hopper_work &work,
                                    const gdelta_hopper_maps &maps, gdelta_stream stream) {
     using Shared = ScanShared<PanelsK, 1, true>;
-    using Merge = MergeShared<64 * PanelsK>;
     static_assert(sizeof(Shared) <= 228 * 1024 / 2 - 1024, "two blocks a multiprocessor");
     int64_t jobs = call.shape.sequences * call.shape.heads_o;
     cudaError_t error = launch_as(starts_early(call), hopper_summary<T, PanelsK>,
                                   jobs * segment_blocks(call.shape, work.choice, 1, true), 256, sizeof(Shared), stream,
                                   call, work, maps);
     if (error != cudaSuccess) return error;
-    return launch_as(starts_early(call), hopper_merge<64 * PanelsK>, jobs * (call.shape.dim_v / Merge::kRows),
-                     2 * 64 * PanelsK, sizeof(Merge), stream, call.shape, work);
+    return launch_hopper_merge(starts_early(call), call.shape, work, jobs, stream);
 }
 
 template <typename T, int PanelsK, int Halves, bool Keep>
