@@ -20,6 +20,7 @@ enum { kPeriod = 1000003, kPad = 1 << 20 };
 typedef struct big_call {
     test_case c; /* lengths[0] and sequences may be larger than any instance's */
     int64_t sequences, tokens, rows, stride;
+    int64_t pool; /* slots of the pools that states are in; 0: sequence n has entry n */
     gpu_buffer tensor[kRoles], tables, workspace;
     gdelta_plan *plan;
 } big_call;
@@ -63,9 +64,17 @@ static void fill_tensor(gpu_buffer *buffer, role r) {
     free(pattern);
 }
 
+static size_t state_bytes(const big_call *b) {
+    return (size_t)case_heads_o(&b->c) * (size_t)b->c.dim_k * (size_t)b->c.dim_v * 4;
+}
+
+/* Of a pool: from the last slot down to the first. */
+static int64_t entry(const big_call *b, int64_t n) {
+    return b->pool ? (b->sequences - 1 - n) * (b->pool - 1) / (b->sequences - 1) : n;
+}
+
 static size_t tensor_bytes(const big_call *b, role r) {
-    size_t state = (size_t)case_heads_o(&b->c) * (size_t)b->c.dim_k * (size_t)b->c.dim_v * 4;
-    if (r == kInitial || r == kFinal) return state * (size_t)b->sequences;
+    if (r == kInitial || r == kFinal) return state_bytes(b) * (size_t)(b->pool ? b->pool : b->sequences);
     return (size_t)(row_stride(b, r) * b->rows) * element_bytes(r);
 }
 
@@ -104,8 +113,10 @@ static void run_big(big_call *b, const test_engine *engine, gdelta_operation ope
     cr_assert_eq(gdelta_plan_create(&problem, &b->plan), GDELTA_OK, "%s", gdelta_last_error());
     cr_assert_eq(gdelta_plan_workspace_size(b->plan, operation, &bytes), GDELTA_OK, "%s", gdelta_last_error());
     b->workspace = gpu_buffer_create(bytes, kPad);
-    gdelta_index lengths = {.data = b->tables.data};
+    gdelta_index tables = {.data = b->tables.data}, lengths = {.data = b->pool ? NULL : b->tables.data};
     gdelta_state initial = {.data = b->tensor[kInitial].data}, final = {.data = b->tensor[kFinal].data};
+    initial.slot_count = final.slot_count = b->pool;
+    if (b->pool) initial.slots = tables, final.slots = final.data ? tables : final.slots;
     gdelta_tensor q = tensor(b, kQ), k = tensor(b, kK), v = tensor(b, kV), g = tensor(b, kG), beta = tensor(b, kBeta);
     gdelta_status status;
     if (operation == GDELTA_OPERATION_FORWARD) {
@@ -157,8 +168,7 @@ static void expect_window(const big_call *b, int64_t n, int64_t row, int64_t tok
         char *to = (output ? x.after : x.before) + x.tensor[r].offset;
         const char *from = b->tensor[r].data;
         if (r == kInitial || r == kFinal) {
-            size_t bytes = tensor_bytes(b, r) / (size_t)b->sequences;
-            gpu_download(to, from + (size_t)n * bytes, bytes);
+            gpu_download(to, from + (size_t)entry(b, n) * state_bytes(b), state_bytes(b));
             continue;
         }
         size_t bytes = (size_t)width(b, r) * element_bytes(r), step = (size_t)row_stride(b, r) * element_bytes(r);
@@ -268,6 +278,26 @@ GPU_ENGINE_TEST(big, decode_batches, 2) {
         expect_window(&b, n, n, 1, GDELTA_OPERATION_STEP, engine);
     }
     expect_window(&b, b.sequences - 1, b.sequences - 1, 1, GDELTA_OPERATION_STEP, engine);
+    destroy_big(&b);
+}
+
+/* States in pools of more than 2^31 elements, of the last slots too. */
+GPU_ENGINE_TEST(big, pools, 3) {
+    enum { kSequences = 3, kSlots = 4200 };
+    need_memory(40);
+    const gdelta_operation operation = part == 2   ? GDELTA_OPERATION_STEP
+                                       : part == 1 ? GDELTA_OPERATION_BACKWARD
+                                                   : GDELTA_OPERATION_FORWARD;
+    big_call b = big(kSequences, part == 2 ? 1 : 130, 16, 32, 128, 128);
+    if (!engine_runs(engine, &b.c, operation)) cr_skip_test("the engine %s has none", engine->name);
+    b.pool = kSlots;
+    make_tensors(&b, roles_of(operation) | ROLE(kInitial) | (part == 1 ? 0 : ROLE(kFinal)));
+    int32_t slots[kSequences];
+    for (int n = 0; n < kSequences; ++n) slots[n] = (int32_t)entry(&b, n);
+    b.tables = gpu_buffer_create(sizeof slots, kPad);
+    gpu_upload(b.tables.data, slots, sizeof slots);
+    run_big(&b, engine, operation);
+    for (int64_t n = 0; n < kSequences; ++n) expect_window(&b, n, n * b.tokens, b.tokens, operation, engine);
     destroy_big(&b);
 }
 

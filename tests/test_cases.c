@@ -197,7 +197,7 @@ ENGINE_TEST(cases, d5_g5_drafts_have_the_gate_and_the_norm, 1) {
 /* Nearly undamped reflections of keys of 16 bits: the state grows, the error stays in proportion. */
 ENGINE_TEST(cases, d7_long_run_of_negative_eigenvalues, 2) {
     if (engine->engine == GDELTA_ENGINE_HOPPER && part == 0) {
-        cr_skip_test("a limit of the hopper engine (README): with bf16 operands the final state is 2.7e-2 off");
+        cr_skip_test("a limit of the hopper engine (gdelta.h): with bf16 operands the final state is 2.7e-2 off");
     }
     test_case c = two_head_case(4096);
     c.dim_k = c.dim_v = 64;

@@ -37,6 +37,8 @@
  *   - The stream's device is used; your thread's current device is afterwards what it was.
  *   - On an error nothing is launched and nothing is written, and gdelta_last_error() holds one sentence that names the
  *     argument, its value and the rule. Nothing that you pass is silently ignored.
+ *   - Numbers in device memory are taken as they are, a gate above 0 or a NaN too; but tables are checked there, see
+ *     GDELTA_DEVICE_*.
  *   - The same call gives the same bits. No float is ever added atomically.
  *   - Any number of threads may use one plan at once, each call with a workspace of its own.
  */
@@ -146,14 +148,19 @@ enum {
  * plan fails, and an operation that it lacks is UNSUPPORTED.
  *
  * AUTO runs a forward on the recurrent engine instead of the hopper engine where the copy engine (TMA) cannot take q, k
- * or v: it needs 16-bit elements, data aligned to 16 bytes and strides that are multiples of 8 elements, which HOPPER
- * by name refuses; and where it saves states for a recurrent backward.
+ * or v: it needs 16-bit elements, data aligned to 16 bytes, strides that are multiples of 8 elements below 2^39 and
+ * axes below 2^31, and HOPPER by name refuses others; and where it saves states for a recurrent backward.
  *
  * AUTO runs a backward of bf16 on the hopper engine, of shorter sequences than a forward, where the copy engine can
  * take d_o too. Fp16, whose adjoints below 1e-7 are lost there, and GDELTA_GATE_LINEAR go to the recurrent engine
  * unless HOPPER is named, which refuses dg of a linear gate: a decay next to 0 has a gradient that it cannot tell from
  * its roundings. The hopper engine's dg and dbeta of a sequence and head are exact to 1e-2 of their length or, where
- * chance makes their sums small, of the root of the sum of the squares of the products that are summed. */
+ * chance makes their sums small, of the root of the sum of the squares of the products that are summed.
+ *
+ * Three limits of the hopper engine lie in the numbers, which no call looks at; RECURRENT by name has none of them.
+ * Keys must be of about unit length, as l2norm makes them: much longer ones overflow its fp16 inverse, and results are
+ * inf or NaN. So do states above 1e6 in fp16. And with beta near 2 and no decay nothing is ever forgotten and roundings
+ * add up: after 4096 tokens the state is 2.7e-2 off in bf16, less than 1e-2 in fp16. */
 typedef int32_t gdelta_engine;
 enum {
     GDELTA_ENGINE_AUTO = 0,
@@ -189,7 +196,11 @@ enum {
  *
  * Heads: HQ, HK, HV query, key and value heads. There are HO = max(HQ, HV) output heads; output, gate, beta and state
  * have HO of them. Legal: HQ = HK dividing HV (grouped value heads, what the models use), and HK = HV dividing HQ
- * (query groups, one state per query head). The gradient of a shared head is the sum over its group. */
+ * (query groups, one state per query head). The gradient of a shared head is the sum over its group.
+ *
+ * Sizes: B and N below 2^31 - 1, heads, K and V at most 2^20, every tensor below 2^63 bytes.
+ * A CUDA grid has at most 2^31 - 1 blocks, else UNSUPPORTED: sequences times HO times ceil(V / 64), and on the hopper
+ * engine chunks of 64 tokens times HO. */
 typedef struct gdelta_problem {
     uint32_t struct_size; /* sizeof(gdelta_problem) */
     uint32_t flags;       /* GDELTA_FLAG_*, or 0 */
@@ -222,10 +233,10 @@ typedef struct gdelta_problem {
     gdelta_state_order state_order;
     gdelta_save_mode save_mode;
 
-    int32_t
-        compute_capability;  /* 10 * major + minor of the GPU to plan for; 0: the current device's, or 90 without one */
-    int32_t multiprocessors; /* of that GPU; 0: the current device's, or 132 without one */
-    int32_t reserved[8];     /* 0 */
+    int32_t compute_capability; /* 10 * major + minor of the GPU to plan for, and calls on others are UNSUPPORTED;
+                                   0: the current device's, or 90 without one */
+    int32_t multiprocessors;    /* of that GPU; 0: the current device's, or 132 without one */
+    int32_t reserved[8];        /* 0 */
 } gdelta_problem;
 
 /* ---- 3. Tensors ------------------------------------------------------------------------------------------------- */
@@ -236,7 +247,8 @@ typedef struct gdelta_problem {
  * contiguous tensor of the problem's layout. Else all four count: free strides, so that q, k and v may be column slices
  * of one fused projection, or g and beta interleaved views. The innermost stride must be 1 for rows of more than one
  * element (g and beta have none: 0 or 1). With THD the batch stride must be 0. Strides are positive for axes longer
- * than 1, and no two elements of an output may share an address. data is aligned to its element. */
+ * than 1, and no two elements of an output may share an address. data is aligned to its element. An output has memory
+ * of its own: the same data twice is refused, tensors that overlap otherwise are not noticed. */
 typedef struct gdelta_tensor {
     void *data;         /* NULL: absent, where that is allowed; the other fields then do not matter */
     gdelta_dtype dtype; /* default: the problem's dtype for this role */
@@ -319,8 +331,11 @@ GDELTA_API size_t gdelta_plan_describe(const gdelta_plan *plan, char *text, size
 
 /* Bytes of scratch that one call of `operation` needs; may be 0. Exact, no hidden allocation besides; it never shrinks
  * when batch, tokens, sequences or total_tokens grow, as long as chunks of 64 tokens times output heads stay below
- * 2^31, where AUTO leaves the hopper engine. The buffer must be aligned to 256 bytes; its contents need no
- * initialisation and do not outlive the call. INVALID_ARGUMENT; UNSUPPORTED where the operation is. */
+ * 2^31, where AUTO leaves the hopper engine. At K = V = 128 forward takes next to nothing on the recurrent engine and
+ * about 0.4 KB a token and output head on the hopper engine, backward about 2.2 KB on either. The hopper engine counts
+ * whole chunks, B * ceil(T / 64) or, with THD, total_tokens / 64 + N: a sequence of few tokens takes what 64 take. The
+ * buffer must be aligned to 256 bytes; its contents need no initialisation and do not outlive the call.
+ * INVALID_ARGUMENT; UNSUPPORTED where the operation is. */
 GDELTA_API gdelta_status gdelta_plan_workspace_size(const gdelta_plan *plan, gdelta_operation operation, size_t *bytes);
 
 /* Bytes that forward leaves for backward, for the problem's save_mode; may be 0, and is with the hopper engine. Aligned

@@ -37,8 +37,6 @@
 
 namespace gdelta {
 
-constexpr int kWarps = 4;  // of a warpgroup
-
 // What leaves.
 template <int PanelsK, int Halves, bool Summary>
 struct __align__(1024) ChainOutput {
@@ -597,13 +595,13 @@ __device__ __forceinline__ void run_chain(const gdelta_backward_call &call, cons
         auto init = [](auto &barriers, uint32_t count) {
             for (uint64_t &barrier : barriers) mbarrier_init(shared_address(&barrier), count);
         };
-        init(shared.first_full, 1), init(shared.first_empty, kWarps * Halves);
-        init(shared.second_full, 1), init(shared.second_empty, kWarps * Halves);
-        init(shared.third_full, 1), init(shared.third_empty, Reverse ? kWarps * Halves : kWarps);
+        init(shared.first_full, 1), init(shared.first_empty, kWarpgroup * Halves);
+        init(shared.second_full, 1), init(shared.second_empty, kWarpgroup * Halves);
+        init(shared.third_full, 1), init(shared.third_empty, Reverse ? kWarpgroup * Halves : kWarpgroup);
         init(shared.k_full, 1);
-        init(shared.s_full, kWarps * Halves), init(shared.s_empty, 1);
-        init(shared.w_full, kWarps * Halves), init(shared.w_empty, Reverse ? 1 : kWarps);
-        init(shared.cleared, kWarps);
+        init(shared.s_full, kWarpgroup * Halves), init(shared.s_empty, 1);
+        init(shared.w_full, kWarpgroup * Halves), init(shared.w_empty, Reverse ? 1 : kWarpgroup);
+        init(shared.cleared, kWarpgroup);
         fence_barrier_init();
     }
     if (!has_value) clear_rows(shared_address(shared.v[0]), 2, 0, threadIdx.x, blockDim.x);

@@ -1082,19 +1082,19 @@ __global__ void __launch_bounds__(512, 1)
         auto init = [](auto &barriers, uint32_t count) {
             for (uint64_t &barrier : barriers) mbarrier_init(shared_address(&barrier), count);
         };
-        init(shared.job_full, 1), init(shared.job_empty, 4 * kWarps);
-        init(shared.k_full, 1), init(shared.k_clear, kWarps), init(shared.k_empty, 2 * kWarps);
-        init(shared.q_full, 1), init(shared.q_empty, 2 * kWarps);
-        init(shared.p_full, 1), init(shared.p_empty, kWarps);
-        init(shared.l_full, 1), init(shared.l_empty, kWarps);
-        init(shared.s_full, 1), init(shared.s_empty, 3 * kWarps);
-        init(shared.ds_full, 1), init(shared.ds_empty, 2 * kWarps);
-        init(shared.o_full, 1), init(shared.o_empty, kWarps);
-        init(shared.w_full, 1), init(shared.w_empty, 2 * kWarps);
-        init(shared.y_full, 1), init(shared.y_empty, 2 * kWarps);
-        init(shared.r_full, 1), init(shared.r_empty, 3 * kWarps);
-        init(shared.a_full, kWarps), init(shared.a_empty, kWarps);
-        init(shared.sums_full, 3 * kWarps), init(shared.sums_empty, 1);
+        init(shared.job_full, kWarp), init(shared.job_empty, 4 * kWarpgroup);
+        init(shared.k_full, 1), init(shared.k_clear, kWarpgroup), init(shared.k_empty, 2 * kWarpgroup);
+        init(shared.q_full, 1), init(shared.q_empty, 2 * kWarpgroup);
+        init(shared.p_full, 1), init(shared.p_empty, kWarpgroup);
+        init(shared.l_full, 1), init(shared.l_empty, kWarpgroup);
+        init(shared.s_full, 1), init(shared.s_empty, 3 * kWarpgroup);
+        init(shared.ds_full, 1), init(shared.ds_empty, 2 * kWarpgroup);
+        init(shared.o_full, 1), init(shared.o_empty, kWarpgroup);
+        init(shared.w_full, 1), init(shared.w_empty, 2 * kWarpgroup);
+        init(shared.y_full, 1), init(shared.y_empty, 2 * kWarpgroup);
+        init(shared.r_full, 1), init(shared.r_empty, 3 * kWarpgroup);
+        init(shared.a_full, kWarpgroup), init(shared.a_empty, kWarpgroup);
+        init(shared.sums_full, 3 * kWarpgroup), init(shared.sums_empty, kWarp);
         fence_barrier_init();
     }
     if (!call.d_o.data) {  // is 0

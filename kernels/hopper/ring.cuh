@@ -21,16 +21,22 @@ __device__ __forceinline__ uint32_t ring_parity(int i) {
 __device__ __forceinline__ void wait(uint64_t &barrier, uint32_t parity) {
     mbarrier_wait(shared_address(&barrier), parity);
 }
-// What this warp wrote to shared memory is ready for tensor cores and bulk copies; `barrier` counts warps.
-__device__ __forceinline__ void publish(uint64_t &barrier) {
-    fence_async_shared();
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) mbarrier_arrive(shared_address(&barrier));
-}
+// Arrivals of a warp and of a warpgroup at a barrier. After __syncwarp one lane speaks for its warp; racecheck takes
+// that to order the one lane's accesses alone, so every lane arrives for it.
+#ifdef GDELTA_RACECHECK
+constexpr uint32_t kWarp = 32, kWarpgroup = 4 * kWarp;
+#else
+constexpr uint32_t kWarp = 1, kWarpgroup = 4 * kWarp;
+#endif
 // This warp has read, and what it read may be overwritten; or it wrote, and the reader fences (acquire).
 __device__ __forceinline__ void release(uint64_t &barrier) {
     __syncwarp();
-    if (threadIdx.x % 32 == 0) mbarrier_arrive(shared_address(&barrier));
+    if (threadIdx.x % (32 / kWarp) == 0) mbarrier_arrive(shared_address(&barrier));
+}
+// What this warp wrote to shared memory is ready for tensor cores and bulk copies.
+__device__ __forceinline__ void publish(uint64_t &barrier) {
+    fence_async_shared();
+    release(barrier);
 }
 __device__ __forceinline__ void acquire(uint64_t &barrier, uint32_t parity) {
     wait(barrier, parity);

@@ -30,8 +30,6 @@
 
 namespace gdelta {
 
-constexpr int kWarps = 4;  // of a warpgroup
-
 // One half of V leaves room for two warpgroups that take turns at O: each needs longer than the chain.
 template <int Halves>
 constexpr int kOutputs = Halves == 1 ? 2 : 1;
@@ -544,14 +542,14 @@ __device__ __forceinline__ void run_scan(const gdelta_forward_call &call, const 
         auto init = [](auto &barriers, uint32_t count) {
             for (uint64_t &barrier : barriers) mbarrier_init(shared_address(&barrier), count);
         };
-        init(shared.k_full, 1), init(shared.k_empty, kWarps * Halves);
-        init(shared.x_full, 1), init(shared.x_empty, kWarps * Halves);
+        init(shared.k_full, 1), init(shared.k_empty, kWarpgroup * Halves);
+        init(shared.x_full, 1), init(shared.x_empty, kWarpgroup * Halves);
         if constexpr (!Summary) {
             auto &out = shared.output;
-            init(out.q_full, 1), init(out.q_empty, kWarps);
-            init(out.z_full, 1), init(out.z_empty, kWarps);
-            init(out.s_full, kWarps * Halves), init(out.s_empty, kWarps);
-            init(out.w_full, kWarps * Halves), init(out.w_empty, kWarps);
+            init(out.q_full, 1), init(out.q_empty, kWarpgroup);
+            init(out.z_full, 1), init(out.z_empty, kWarpgroup);
+            init(out.s_full, kWarpgroup * Halves), init(out.s_empty, kWarpgroup);
+            init(out.w_full, kWarpgroup * Halves), init(out.w_empty, kWarpgroup);
         }
         fence_barrier_init();
     }
