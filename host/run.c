@@ -162,8 +162,6 @@ static gdelta_status run_hopper_backward(const gdelta_plan *plan, const gdelta_b
         .multiprocessors = plan->multiprocessors,
     };
     work.chunk.choice = plan->backward_choice;
-    /* In place, the first segment would write what the last one may still have to read. */
-    if (call->d_initial.data && call->d_initial.data == call->d_final.data) work.chunk.choice.segments = 1;
     work.chunk.x = at(buffers, table->x);
     work.chunk.z = at(buffers, table->z);
     work.chunk.r = at(buffers, table->r);

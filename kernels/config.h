@@ -96,9 +96,9 @@ enum {
      */
     kHopperBackwardMinTokens = 8,
 
-    /* Two numbers a token, and one a chunk padded to 16 bytes; in backward five. */
+    /* Two numbers a token, and one a chunk padded to 16 bytes; in backward six. */
     kHopperForwardRowFloats = 2 * kChunk + 4,
-    kHopperRowFloats = 5 * kChunk + 4,
+    kHopperRowFloats = 6 * kChunk + 4,
     kHopperTileBytes = kChunk * kChunk * 2,
     kHopperSquareBytes = 16 * 16 * 2,
     kHopperLowerBytes = 10 * kHopperSquareBytes, /* a lower triangular tile in squares, those above left out */

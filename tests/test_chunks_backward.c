@@ -210,19 +210,6 @@ GPU_ENGINE_TEST(chunks_backward, pieces_of_segments_hand_gradients_back, 1) {
     check_pieces(c, cuts, engine);
 }
 
-/* The gradient of the initial state in the memory of that of the final state. */
-GPU_ENGINE_TEST(chunks_backward, state_gradients_in_place, 1) {
-    test_case c = segment_case(4096);
-    expect_segments(&c, engine);
-    instance apart = make_instance(&c), x = make_instance(&c);
-    x.tensor[kDInitial].offset = x.tensor[kDFinal].offset;
-    RUN(&apart, BACKWARD);
-    RUN(&x, BACKWARD);
-    cr_expect(compare_instances(&x, &apart, ROLE(kDInitial) | ROLE(kDQ) | ROLE(kDK) | ROLE(kDV), engine));
-    instance_destroy(&apart);
-    instance_destroy(&x);
-}
-
 /* ---- Length and keys ---- */
 
 /* The reference takes its time over these: one head, and on the GPU's machine only. */

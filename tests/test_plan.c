@@ -113,7 +113,7 @@ static size_t hopper_bytes(const gdelta_problem *p, size_t heads) {
  * V of 16 bits, and of fused gates two doubles; for each query head two tiles; and twice forward's summaries. */
 static size_t hopper_backward_bytes(const gdelta_problem *p, size_t heads) {
     size_t chunks = chunks_of(p), k = (size_t)p->dim_k, v = (size_t)p->dim_v, summaries = 2 * summaries_of(p, heads);
-    return row_bytes(p, heads, 324) + padded(chunks * heads * 64 * k * 2) + 2 * padded(chunks * heads * 8192) +
+    return row_bytes(p, heads, 388) + padded(chunks * heads * 64 * k * 2) + 2 * padded(chunks * heads * 8192) +
            2 * padded(chunks * (size_t)p->heads_q * 8192) + 2 * padded(chunks * heads * k * v * 2) +
            2 * padded(chunks * heads * 64 * v * 2) +
            (p->gate == GDELTA_GATE_SOFTPLUS ? padded(chunks * heads * 16) : 0) + padded(summaries * k * k * 4) +

@@ -33,7 +33,8 @@ enum RowTable {
     kRowDecay = 128,   // one float: exp(G_last)
     kRowOutput = 132,  // scale e r_q
     kRowNorm = 196,    // r_k
-    kRowLog = 260      // log2 e
+    kRowLog = 260,     // log2 e
+    kRowNormQ = 324    // r_q
 };
 
 static_assert(static_cast<int>(kForwardFloats) == kHopperForwardRowFloats, "");

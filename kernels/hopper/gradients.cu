@@ -25,19 +25,20 @@
 // grouped, every output head has a query head of its own, which is begun and ended with it. All sums stay in the
 // registers of one thread, in a fixed order. Block: warpgroups
 //
-//   queries   E1, D1, dq, A1 for `keys`      keys    E2, D2, D3, dk
-//   values    dv, <dS', S>                   fourth  three loading warps: rows, dO, w; y, S, dS'; p, l, q, k; and
-//                                                    `gates`: dg, dbeta
+//   pairs         E1, E2, M; A1 and A2 for the others
+//   fourth        three loading warps: rows, dO, w; y, S, dS'; p, l, q, k; and `gates`: dg, dbeta
+//   products ..   64 of K each: D1, D2, D3, dq, dk, <dS', S>; dv
 //
-// Memory sets the pace (150 to 170 KB a chunk and output head, 8700 cycles at the rate of a copy; tensor cores 2560),
-// so no role waits for another but for room, and what has no second buffer is needed late: a head begins with E1 and
-// E2, whose operands were loaded a head ahead, while S, dS' and, in a new job, q and k are on their way. Jobs are found
+// Code that warps share is fetched once: what binds such roles, a warp a scheduler each, is the instruction cache. So
+// the two warpgroups of products run the same code, and loops over E1, E2 and D2, D3 stay loops. Memory is next (150 to
+// 170 KB a chunk and output head, 8700 cycles at the rate of a copy; tensor cores 2560). `pairs` works a head ahead,
+// from operands that have two places, while products wait for S and dS', of which each has its own half. Jobs are found
 // ahead of all by a loading warp; `gates` loads g and beta before the sums that it waits for are there.
 //
-// Shared memory at K = V = 128, KB: q, k 32; p, l 16; S, dS' 64; dO, w, y two stages 96; A1 or A2 8; rows and sums,
-// two stages, 9.
+// Shared memory at K = V = 128, KB: q, k 32; p, l 16; S, dS' 64; dO, w, y two stages 96; A1 8; rows and sums, two
+// stages, 9.
 // q and k serve the products and the dot products of rows; p = scale lower(q k^T) and l = strictly_lower(k k^T) are
-// prepare's.
+// prepare's. Once `pairs` has read them for the last time, A1 and A2 take their places.
 //
 // Precision: fp32 but for the operands; A1 r_k, A1 r_q, A2 r_k are rounded once to T, with the norm factor of the raw
 // row that they meet.
@@ -68,18 +69,22 @@ struct __align__(1024) GradientShared {
     unsigned char s[PanelsV][PanelsK * kPanelBytes], ds[PanelsV][PanelsK * kPanelBytes];  // rows of V, 64 of K a panel
     unsigned char d_o[kStages][PanelsV * kPanelBytes], w[kStages][PanelsV * kPanelBytes],
         y[kStages][PanelsV * kPanelBytes];
-    unsigned char a[kPanelBytes];  // A1, or A2 at the end of a job: read transposed
+    unsigned char a[kPanelBytes];    // A1 r_q. A1 r_k is in p, (A2 + A2^T) r_k in l
+    float dots[2][PanelsK][kChunk];  // <y, dy> of rows, on their way between products
     float rows[kStages][kHopperRowFloats];
-    struct Sums {                                                         // of one output head
-        float row_q[kChunk], row_k[kChunk], write[kChunk], beta[kChunk];  // write: k.dk1
-        float column_q[kWarps][kChunk], column_k[kWarps][kChunk];
-        float decay[kWarps];  // parts of exp(G_last) <dS', S>
+    struct Sums {  // of one output head
+        float row_m[kChunk], beta[kChunk];
+        float row_q[PanelsK][kChunk], row_k[PanelsK][kChunk], write[PanelsK][kChunk];  // write: k.dk1
+        float column[kWarps][kChunk];
+        float decay[PanelsK][kWarps];  // parts of exp(G_last) <dS', S>
     } sums[kStages];
     GradientJob jobs[kJobs];
     uint64_t job_full[kJobs], job_empty[kJobs];
-    uint64_t k_full[1], k_clear[1], k_empty[1], q_full[1], q_empty[1], p_full[1], p_empty[1], l_full[1], l_empty[1];
-    uint64_t s_full[1], s_empty[1], ds_full[1], ds_empty[1], a_full[1], a_empty[1];
-    uint64_t o_full[kStages], o_empty[kStages], w_full[kStages], w_empty[kStages], y_full[kStages], y_empty[kStages];
+    uint64_t k_full[1], k_empty[1], q_full[1], q_empty[1], p_full[1], p_empty[1], l_full[1], l_empty[1];
+    uint64_t s_full[PanelsK], s_empty[PanelsK], ds_full[PanelsK], ds_empty[PanelsK];
+    uint64_t a_full[1], a_empty[1], a1_full[1], a2_full[1];  // a1: in p. a2: in l
+    uint64_t o_full[kStages], o_clear[kStages], o_empty[kStages], w_full[kStages], w_empty[kStages], y_full[kStages],
+        y_empty[kStages];
     uint64_t r_full[kStages], r_empty[kStages], sums_full[kStages], sums_empty[kStages];
 };
 
@@ -146,6 +151,23 @@ struct RowPair {
     float upper, lower;
 };
 
+// The tile of (A + A^T) r, A being strictly lower: fragments of A times r of its columns, and of its rows, which are
+// those of the transpose's columns. A warp writes the blocks of its rows up to the diagonal, and their transposes.
+__device__ __forceinline__ void put_symmetric(uint32_t tile, Lane p, const uint32_t (&columns)[16],
+                                              const uint32_t (&rows)[16]) {
+#pragma unroll
+    for (int b = 0; b < 4; ++b) {
+        const uint32_t *x = columns + 4 * b, *y = rows + 4 * b;
+        if (b < p.warp) {
+            stmatrix_x4(block_at(tile, p, b), x[0], x[1], x[2], x[3]);
+            stmatrix_x4_trans(block_at(tile, {b, p.lane}, p.warp), y[0], y[2], y[1], y[3]);
+        } else if (b == p.warp) {  // where one has elements the other has zeros
+            stmatrix_x4(block_at(tile, p, b), x[0] | transpose_matrix(y[0]), x[1], transpose_matrix(y[1]),
+                        x[3] | transpose_matrix(y[3]));
+        }
+    }
+}
+
 // Adds the lane's parts of the dot products of its two rows of the panel at `tile` with those of D.
 template <typename T>
 __device__ __forceinline__ void dot_rows(uint32_t tile, const float *d, RowPair &dots) {
@@ -187,30 +209,6 @@ __device__ __forceinline__ uint32_t off_diagonal(Lane p) {
     return row == p.column ? 0xffff0000u : row == p.column + 1 ? 0x0000ffffu : ~0u;
 }
 
-// Norm factors of the lane's two rows.
-template <typename T, int Panels>
-__device__ __forceinline__ RowPair row_norms(const gdelta_shape &shape, uint32_t tile) {
-    if (shape.l2norm == GDELTA_L2NORM_NONE) return {1.0f, 1.0f};
-    const Lane p = lane_anew();
-    RowPair sums = {0.0f, 0.0f};
-#pragma unroll
-    for (int b = 0; b < 4 * Panels; ++b) {
-        float x[8];
-        load_block<T>(tile, p, b, x);
-#pragma unroll
-        for (int i = 0; i < 8; ++i) {
-            float &sum = i & 2 ? sums.lower : sums.upper;
-            sum = fmaf(x[i], x[i], sum);
-        }
-    }
-    float eps = static_cast<float>(shape.l2norm_eps);
-    auto factor = [&](float sum) {
-        sum = shape.l2norm == GDELTA_L2NORM_ADD_EPS ? sum + eps : fmaxf(sum, eps);
-        return __frcp_rn(__fsqrt_rn(sum));
-    };
-    return {factor(sum_row(sums.upper)), factor(sum_row(sums.lower))};
-}
-
 // Eight neighbours of a row.
 template <typename T>
 __device__ __forceinline__ void store_eight(T *to, const uint4 &x) {
@@ -246,67 +244,40 @@ __device__ __forceinline__ void transpose_lanes(uint32_t (&x)[4]) {
     }
 }
 
-// The gradient of raw rows from that of normalised ones, and out: dx = r (dy - y <y, dy>), but r dy where the floor
-// holds r constant.
-template <typename T, int Panels>
-__device__ __forceinline__ void finish_rows(const gdelta_shape &shape, const gdelta_view &out, const Chunk &chunk,
-                                            int head, uint32_t tile, RowPair norm, float (&d)[32 * Panels]) {
-    if (!out.data) return;
+// 64 columns of rows, out.
+template <typename Out>
+__device__ __forceinline__ void store_rows(const gdelta_view &view, const Chunk &chunk, int head, int column,
+                                           const float (&d)[32]) {
     const Lane p = lane_anew();
-    if (shape.l2norm != GDELTA_L2NORM_NONE) {
-        RowPair dots = {0.0f, 0.0f};
 #pragma unroll
-        for (int panel = 0; panel < Panels; ++panel) {
-            dot_rows<T>(tile + panel * kPanelBytes, d + 32 * panel, dots);
-        }
-        float floor = shape.l2norm == GDELTA_L2NORM_MAX_EPS
-                          ? __frcp_rn(__fsqrt_rn(static_cast<float>(shape.l2norm_eps)))
-                          : INFINITY;
-        auto along = [&](float r, float dot) { return r >= floor ? 0.0f : r * (r * dot); };
-        float upper = along(norm.upper, sum_row(dots.upper)), lower = along(norm.lower, sum_row(dots.lower));
+    for (int lower = 0; lower < 2; ++lower) {
+        int row = p.row + 8 * lower;
+        Out *to = static_cast<Out *>(view.data) + offset_of(view, chunk.batch, chunk.begin + row, head) + column;
+        if constexpr (sizeof(Out) == 2) {
 #pragma unroll
-        for (int b = 0; b < 4 * Panels; ++b) {
-            float x[8];
-            load_block<T>(tile, p, b, x);
+            for (int j = 0; j < 8; j += 4) {  // the four lanes of a row: eight columns each
+                uint32_t x[4];
 #pragma unroll
-            for (int i = 0; i < 8; ++i) {
-                float &dx = d[8 * b + i];
-                dx = (i & 2 ? norm.lower : norm.upper) * fmaf(-(i & 2 ? lower : upper), x[i], dx);
+                for (int i = 0; i < 4; ++i) {
+                    const float *pair = &d[4 * (j + i) + 2 * lower];
+                    x[i] = pack<Out>(pair[0], pair[1]);
+                }
+                transpose_lanes(x);
+                if (row < chunk.rows) store_eight(to + 8 * j + 4 * p.column, make_uint4(x[0], x[1], x[2], x[3]));
+            }
+        } else if (row < chunk.rows) {
+            bool paired = reinterpret_cast<uintptr_t>(to) % 8 == 0;
+#pragma unroll
+            for (int j = 0; j < 8; ++j) {
+                float x = d[4 * j + 2 * lower], y = d[4 * j + 2 * lower + 1], *at = to + 8 * j + p.column;
+                if (paired) {
+                    *reinterpret_cast<float2 *>(at) = make_float2(x, y);
+                } else {
+                    at[0] = x, at[1] = y;
+                }
             }
         }
     }
-    with_dtype(out.dtype, [&](auto *type) {
-        using Out = std::remove_pointer_t<decltype(type)>;
-#pragma unroll
-        for (int lower = 0; lower < 2; ++lower) {
-            int row = p.row + 8 * lower;
-            Out *to = static_cast<Out *>(out.data) + offset_of(out, chunk.batch, chunk.begin + row, head);
-            if constexpr (sizeof(Out) == 2) {
-#pragma unroll
-                for (int j = 0; j < 8 * Panels; j += 4) {  // the four lanes of a row: eight columns each
-                    uint32_t x[4];
-#pragma unroll
-                    for (int i = 0; i < 4; ++i) {
-                        const float *pair = &d[4 * (j + i) + 2 * lower];
-                        x[i] = pack<Out>(pair[0], pair[1]);
-                    }
-                    transpose_lanes(x);
-                    if (row < chunk.rows) store_eight(to + 8 * j + 4 * p.column, make_uint4(x[0], x[1], x[2], x[3]));
-                }
-            } else if (row < chunk.rows) {
-                bool paired = reinterpret_cast<uintptr_t>(to) % 8 == 0;
-#pragma unroll
-                for (int j = 0; j < 8 * Panels; ++j) {
-                    float x = d[4 * j + 2 * lower], y = d[4 * j + 2 * lower + 1], *at = to + 8 * j + p.column;
-                    if (paired) {
-                        *reinterpret_cast<float2 *>(at) = make_float2(x, y);
-                    } else {
-                        at[0] = x, at[1] = y;
-                    }
-                }
-            }
-        }
-    });
 }
 
 // One warpgroup: zeros.
@@ -320,8 +291,8 @@ __device__ __forceinline__ void clear_out(const gdelta_view &out, const Chunk &c
 template <typename T, int PanelsK, int PanelsV>
 struct Gradients {
     using Shared = GradientShared<PanelsK, PanelsV>;
-    static constexpr uint32_t kState = PanelsK * kPanelBytes;  // of 64 columns of V
-    enum { kBarrierQueries = 1, kBarrierKeys };
+    static constexpr uint32_t kState = PanelsK * kPanelBytes;     // of 64 columns of V
+    enum { kBarrierPairs = 1, kBarrierProducts, kBarrierPanel };  // the last: one a panel of K
 
     const gdelta_backward_call &call;
     const gdelta_hopper_backward_work &work;
@@ -404,44 +375,39 @@ struct Gradients {
         }
         wgmma_commit();
     }
-    // What a head adds for pairs of tokens j <= i, or j < i: x = exp(G_i - G_j) factor_i beta_j e_ij to `a`; and, but
-    // for the diagonal, x times the pair's product at `tile` to `row`, and its sums along the lane's rows as `columns`.
-    template <bool Strictly>
+    // What a head adds for pairs of tokens j <= i, or j < i (strictly): x = exp(G_i - G_j) factor_i beta_j e_ij to `a`;
+    // and, but for the diagonal, x times the pair's product at `tile` to `row`, and its sums along the lane's rows to
+    // `columns`.
     static __device__ __forceinline__ void add_pairs(const float (&e)[32], uint32_t tile, const float *table,
-                                                     RowPair factor, float (&a)[32], float (&columns)[16],
-                                                     RowPair &row) {
+                                                     RowPair factor, bool strictly, float (&a)[32],
+                                                     float (&columns)[16], RowPair &row) {
         const Lane p = lane_anew();
         float log_upper = table[kRowLog + p.row], log_lower = table[kRowLog + p.row + 8];
-        uint32_t strictly = off_diagonal(p);
+        int most = strictly ? p.row - 1 : p.row;  // j of the upper row
 #pragma unroll
         for (int b = 0; b < 4; ++b) {
             uint32_t f[4];
             ldmatrix_x4(block_at(tile, p, b), f);
-            if (!Strictly) {  // else the tile has zeros there
-                uint32_t kept = b == p.warp ? strictly : ~0u;
-                f[0] &= kept, f[3] &= kept;
-            }
+            uint32_t kept = b == p.warp ? off_diagonal(p) : ~0u;
+            f[0] &= kept, f[3] &= kept;
 #pragma unroll
             for (int right = 0; right < 2; ++right) {
                 int column = 16 * b + 8 * right + p.column;
                 float2 log = *reinterpret_cast<const float2 *>(&table[kRowLog + column]);
                 float2 beta = beta_pair<T>(table, column);
                 float2 at_upper = unpack<__half>(f[2 * right]), at_lower = unpack<__half>(f[2 * right + 1]);
-                float parts[2] = {0.0f, 0.0f};
 #pragma unroll
                 for (int i = 0; i < 4; ++i) {
                     bool is_lower = i & 2, odd = i & 1;
-                    int above = column + odd - p.row - 8 * is_lower;  // the diagonal
                     float x = exp2_fast((is_lower ? log_lower : log_upper) - (odd ? log.y : log.x)) *
                               ((is_lower ? factor.lower : factor.upper) * (odd ? beta.y : beta.x)) *
                               e[8 * b + 4 * right + i];
-                    x = above < 0 || (!Strictly && above == 0) ? x : 0.0f;
+                    x = column + odd - 8 * is_lower <= most ? x : 0.0f;
                     a[8 * b + 4 * right + i] += x;
                     x *= is_lower ? (odd ? at_lower.y : at_lower.x) : (odd ? at_upper.y : at_upper.x);
-                    parts[odd] += x;
+                    columns[4 * b + 2 * right + odd] += x;
                     (is_lower ? row.lower : row.upper) += x;
                 }
-                columns[4 * b + 2 * right] = parts[0], columns[4 * b + 2 * right + 1] = parts[1];
             }
         }
     }
@@ -465,16 +431,19 @@ struct Gradients {
     }
 
     __device__ __forceinline__ void load(int warp) const;
-    __device__ __forceinline__ void queries() const;
-    __device__ __forceinline__ void keys() const;
-    __device__ __forceinline__ void values() const;
+    __device__ __forceinline__ void pairs() const;
+    __device__ __forceinline__ void products(int panel) const;
     __device__ __forceinline__ void gates() const;
     struct Values {
         const unsigned char *y;
         const float *table;
     };
     template <typename F>
-    __device__ __forceinline__ void write_values(const Job &job, int head_v, int count, F from) const;
+    __device__ __forceinline__ void write_values(const Job &job, int head_v, int count, int panel, F from) const;
+    __device__ __forceinline__ void write_values(const Job &job, int member, int slot, int panel) const;
+    __device__ __forceinline__ float diagonals(int panel) const;
+    __device__ __forceinline__ void finish_rows(const gdelta_view &out, const Job &job, int head, uint32_t tile,
+                                                RowPair norm, int panel, int turn, float (&d)[32]) const;
     __device__ __forceinline__ void finish_gates(const Job &job, int head, int i) const;
 };
 
@@ -492,6 +461,15 @@ __device__ __forceinline__ void Gradients<T, PanelsK, PanelsV>::load(int warp) c
     auto load_tile = [&](unsigned char *to, const void *from, int64_t at, uint32_t bytes, uint64_t &full) {
         bulk_load(shared_address(to), static_cast<const unsigned char *>(from) + at * bytes, bytes,
                   expect(full, bytes));
+    };
+    auto load_states = [&](unsigned char(&to)[PanelsV][kState], const void *from, int64_t at, int panel,
+                           uint64_t &full) {  // 64 of K
+        uint32_t barrier = expect(full, PanelsV * kPanelBytes);
+        for (int v = 0; v < PanelsV; ++v) {
+            bulk_load(shared_address(to[v]) + panel * kPanelBytes,
+                      static_cast<const unsigned char *>(from) + (at * PanelsV + v) * kState + panel * kPanelBytes,
+                      kPanelBytes, barrier);
+        }
     };
     auto load_panels = [&](unsigned char *to, const gdelta_tensor_map &map, int panels, const Job &job, int head,
                            uint64_t &full) {
@@ -524,10 +502,12 @@ __device__ __forceinline__ void Gradients<T, PanelsK, PanelsV>::load(int warp) c
                 } else if (warp == 1) {
                     wait(shared.y_empty[slot], parity);
                     load_tile(shared.y[slot], work.y, at, PanelsV * kPanelBytes, shared.y_full[slot]);
-                    wait(shared.s_empty[0], i & 1 ^ 1);
-                    load_tile(shared.s[0], work.s, at, PanelsV * kState, shared.s_full[0]);
-                    wait(shared.ds_empty[0], i & 1 ^ 1);
-                    load_tile(shared.ds[0], work.ds, at, PanelsV * kState, shared.ds_full[0]);
+                    for (int panel = 0; panel < PanelsK; ++panel) {
+                        wait(shared.s_empty[panel], i & 1 ^ 1);
+                        load_states(shared.s, work.s, at, panel, shared.s_full[panel]);
+                        wait(shared.ds_empty[panel], i & 1 ^ 1);
+                        load_states(shared.ds, work.ds, at, panel, shared.ds_full[panel]);
+                    }
                 } else if (member == 0 || own_queries()) {
                     int head_q = head_of(shape, head, shape.heads_q);
                     int64_t square = job.number * shape.heads_q + head_q;
@@ -554,27 +534,21 @@ __device__ __forceinline__ void Gradients<T, PanelsK, PanelsV>::load(int warp) c
         });
 }
 
-// ---- Queries: dq, A1 ----
+// ---- Pairs: A1, A2, M ----
 
 template <typename T, int PanelsK, int PanelsV>
-__device__ __forceinline__ void Gradients<T, PanelsK, PanelsV>::queries() const {
-    const gdelta_shape &shape = call.shape;
+__device__ __forceinline__ void Gradients<T, PanelsK, PanelsV>::pairs() const {
     constexpr float kUp = Range<T>::kUp;
-    float scale = static_cast<float>(shape.scale);
-    uint32_t tile_q = shared_address(shared.q), tile_k = shared_address(shared.k), tile_s = shared_address(shared.s[0]);
+    float scale = static_cast<float>(call.shape.scale);
     int i = 0, j = 0;
     for_jobs([&](const Job &job) {
-        if (job.skip) {
-            for (int member = 0; member < (own_queries() ? job.members : 1); ++member) {
-                int head = head_of_keys(shape, job.head_k, member);
-                clear_out(call.dq, job.chunk, head_of(shape, head, shape.heads_q), shape.dim_k);
-            }
-            return;
-        }
-        float dq[32 * PanelsK], a[32];
+        if (job.skip) return;
+        float a1[32], a2[32];
+#pragma unroll
+        for (int e = 0; e < 32; ++e) a2[e] = 0.0f;
         for (int member = 0; member < job.members; ++member, ++i) {
             const Lane p = lane_anew();
-            bool begins = member == 0 || own_queries(), ends = member + 1 == job.members || own_queries();
+            bool begins = member == 0 || own_queries(), last = member + 1 == job.members, ends = last || own_queries();
             int slot = ring_slot<Shared::kStages>(i);
             uint32_t parity = ring_parity<Shared::kStages>(i);
             uint32_t tile_o = shared_address(shared.d_o[slot]), tile_w = shared_address(shared.w[slot]);
@@ -582,282 +556,339 @@ __device__ __forceinline__ void Gradients<T, PanelsK, PanelsV>::queries() const 
             typename Shared::Sums &sums = shared.sums[slot];
             if (begins) {
 #pragma unroll
-                for (int e = 0; e < 32 * PanelsK; ++e) dq[e] = 0.0f;
-#pragma unroll
-                for (int e = 0; e < 32; ++e) a[e] = 0.0f;
+                for (int e = 0; e < 32; ++e) a1[e] = 0.0f;
             }
             if (call.d_o.data) {
                 wait(shared.o_full[slot], parity);
                 if (ragged(job)) {
-                    clear_rows(tile_o, PanelsV, job.chunk.rows, threadIdx.x, 128);
-                    named_barrier(kBarrierQueries, 128);
+                    clear_rows(tile_o, PanelsV, job.chunk.rows, threadIdx.x % 128, 128);
+                    named_barrier(kBarrierPairs, 128);
                 }
             }
+            release(shared.o_clear[slot]);
 
-            RowPair row = {0.0f, 0.0f};
-            {
-                wait(shared.w_full[slot], parity);
-                float e1[32], columns[16];
-                multiply_rows(e1, tile_o, tile_w);
-                wait(shared.r_full[slot], parity);
-                wait(shared.p_full[0], turn_q(i, j) & 1);
+            RowPair row = {0.0f, 0.0f}, diagonal = {0.0f, 0.0f};
+            float columns[16] = {};
+            wait(shared.w_full[slot], parity);
+            wait(shared.r_full[slot], parity);
+#pragma unroll 1
+            for (int second = 0; second < 2; ++second) {  // E1, E2
+                if (second) wait(shared.y_full[slot], parity);
+                float e[32];
+                multiply_rows(e, second ? shared_address(shared.y[slot]) : tile_o, tile_w);
+                wait((second ? shared.l_full : shared.p_full)[0], (second ? j : turn_q(i, j)) & 1);
+                RowPair factor = {kUp, kUp};
+                if (second) factor = {-kUp * beta_at<T>(table, p.row), -kUp * beta_at<T>(table, p.row + 8)};
                 wgmma_wait<0>();
-                wgmma_hold(e1);
-                release(shared.w_empty[slot]);
-                add_pairs<false>(e1, shared_address(shared.p), table, {kUp, kUp}, a, columns, row);
-                int of = sum_columns(columns);
-                wait(shared.sums_empty[slot], parity ^ 1);
-                *reinterpret_cast<float2 *>(&sums.column_q[p.warp][8 * of + p.column]) =
-                    make_float2(columns[0], columns[1]);
-            }
-            if (ends) release(shared.p_empty[0]);
-
-            if (begins) {
-                wait(shared.q_full[0], turn_q(i, j) & 1);
-                if (ragged(job)) {  // `keys` reads it after a_full
-                    clear_rows(tile_q, PanelsK, job.chunk.rows, threadIdx.x, 128);
-                    named_barrier(kBarrierQueries, 128);
+                wgmma_hold(e);
+                if (second) {
+                    release(shared.w_empty[slot]);
+                    release(shared.y_empty[slot]);
+                } else {
+                    release(shared.o_empty[slot]);
                 }
-            }
-            wait(shared.s_full[0], i & 1);
-            {
-                const Lane p = lane_anew();
-                float d[PanelsK][32];
 #pragma unroll
-                for (int panel = 0; panel < PanelsK; ++panel) {
-                    multiply_state(d[panel], tile_o, tile_s + panel * kPanelBytes);
+                for (int b = 0; b < 4; ++b) {  // of E2, in the end
+                    if (b != p.warp) continue;
+                    bool odd = p.lane / 4 & 1;
+                    diagonal.upper = odd ? e[8 * b + 1] : e[8 * b];
+                    diagonal.lower = odd ? e[8 * b + 7] : e[8 * b + 6];
                 }
-                float upper = scale * kUp * exp2_fast(table[kRowLog + p.row]),
-                      lower = scale * kUp * exp2_fast(table[kRowLog + p.row + 8]);
-                RowPair dots = {0.0f, 0.0f};
+                add_pairs(e, shared_address(second ? shared.l : shared.p), table, factor, second, a1, columns, row);
 #pragma unroll
-                for (int panel = 0; panel < PanelsK; ++panel) {
-                    if (panel + 1 < PanelsK) {
-                        wgmma_wait<1>();
-                    } else {
-                        wgmma_wait<0>();
-                    }
-                    wgmma_hold(d[panel]);
-                    if (panel + 1 == PanelsK) {
-                        release(shared.s_empty[0]);
-                        release(shared.o_empty[slot]);
-                    }
-                    add_product<T>(tile_q + panel * kPanelBytes, d[panel], {upper, lower}, dq + 32 * panel, dots);
+                for (int x = 0; x < 32; ++x) {  // A1 and A2 take turns, so that this stays a loop
+                    float other = a2[x];
+                    a2[x] = a1[x], a1[x] = other;
                 }
-                row.upper = fmaf(table[kRowOutput + p.row], sum_row(dots.upper), sum_row(row.upper));
-                row.lower = fmaf(table[kRowOutput + p.row + 8], sum_row(dots.lower), sum_row(row.lower));
             }
+            int of = sum_columns(columns);
+            row = {sum_row(row.upper), sum_row(row.lower)};
+            wait(shared.sums_empty[slot], parity ^ 1);
+            *reinterpret_cast<float2 *>(&sums.column[p.warp][8 * of + p.column]) = make_float2(columns[0], columns[1]);
             if (p.lane % 4 == 0) {
-                sums.row_q[p.row] = row.upper;
-                sums.row_q[p.row + 8] = row.lower;
+                sums.row_m[p.row] = row.upper;
+                sums.row_m[p.row + 8] = row.lower;
+            }
+            if (p.lane % 4 == p.lane / 8) {
+                sums.beta[p.row] = kUp * diagonal.upper;
+                sums.beta[p.row + 8] = kUp * diagonal.lower;
             }
             release(shared.sums_full[slot]);
-
             if (!ends) {
                 release(shared.r_empty[slot]);
                 continue;
             }
-            // A1 r_q for `keys`, then dq += (A1 r_k) K.
-            RowPair norm = row_norms<T, PanelsK>(shape, tile_q);
+
+            // A1 r_q; A1 r_k where p was, of which a warp has read the rows that it writes.
             uint32_t f[16];
-            pack_rows(a, {scale * norm.upper, scale * norm.lower}, f);
+            pack_rows(a1, {scale * table[kRowNormQ + p.row], scale * table[kRowNormQ + p.row + 8]}, f);
             wait(shared.a_empty[0], turn_q(i, j) & 1 ^ 1);
             put_blocks(shared_address(shared.a), p, f);
             publish(shared.a_full[0]);
-            pack_columns(a, p, scale, table + kRowNorm, f);
-            release(shared.r_empty[slot]);
-            wait(shared.k_clear[0], j & 1);
-            wgmma_hold(dq);
-            wgmma_hold(f);
-            wgmma_fence();
-#pragma unroll
-            for (int step = 0; step < 4; ++step) {
-                wgmma<T, kMajorMN>(dq, f + 4 * step, panel_mn_major(tile_k) + step * kStepMN, true);
+            pack_columns(a1, p, scale, table + kRowNorm, f);
+            put_blocks(shared_address(shared.p), p, f);
+            publish(shared.a1_full[0]);
+            if (!last) {
+                release(shared.r_empty[slot]);
+                continue;
             }
-            wgmma_commit();
-            wgmma_wait<0>();
-            wgmma_hold(dq);
-            if (member + 1 == job.members) release(shared.k_empty[0]);
-            int head = head_of_keys(shape, job.head_k, member);
-            finish_rows<T, PanelsK>(shape, call.dq, job.chunk, head_of(shape, head, shape.heads_q), tile_q, norm, dq);
-            release(shared.q_empty[0]);
+            uint32_t f_rows[16];
+            pack_rows(a2, {table[kRowNorm + p.row], table[kRowNorm + p.row + 8]}, f_rows);
+            pack_columns(a2, p, 1.0f, table + kRowNorm, f);
+            release(shared.r_empty[slot]);
+            named_barrier(kBarrierPairs, 128);  // all warps have read l
+            put_symmetric(shared_address(shared.l), p, f, f_rows);
+            publish(shared.a2_full[0]);
         }
         ++j;
     });
 }
 
-// ---- Keys: dk, A2 ----
+// ---- Products: dq, dk, <dS', S>, 64 of K a warpgroup; dv ----
+
+// dv = sum of beta y over `count` output heads, in their order; from(m) says where those of head m are.
+template <typename T, int PanelsK, int PanelsV>
+template <typename F>
+__device__ __forceinline__ void Gradients<T, PanelsK, PanelsV>::write_values(const Job &job, int head_v, int count,
+                                                                             int panel, F from) const {
+    constexpr int kPieces = 8 * PanelsV;  // 16 bytes each, of a row
+    if (!call.dv.data) return;
+#pragma unroll 1
+    for (int at = threadIdx.x % 128 + 128 * panel; at < job.chunk.rows * kPieces; at += 128 * PanelsK) {
+        int row = at / kPieces, piece = at % kPieces;
+        float dv[8] = {};
+        for (int m = 0; m < count; ++m) {
+            Values values = from(m);
+            uint4 x =
+                *reinterpret_cast<const uint4 *>(values.y + piece / 8 * kPanelBytes + panel_offset(row, piece % 8));
+            uint32_t xs[4] = {x.x, x.y, x.z, x.w};
+            float beta = beta_at<T>(values.table, row);
+#pragma unroll
+            for (int e = 0; e < 8; ++e) {
+                float2 pair = unpack<T>(xs[e / 2]);
+                dv[e] = fmaf(beta, e % 2 ? pair.y : pair.x, dv[e]);
+            }
+        }
+        with_dtype(call.dv.dtype, [&](auto *type) {
+            store_eight(static_cast<decltype(type)>(call.dv.data) +
+                            offset_of(call.dv, job.chunk.batch, job.chunk.begin + row, head_v) + 8 * piece,
+                        dv);
+        });
+    }
+}
+
+// Of the output head in `slot`.
+template <typename T, int PanelsK, int PanelsV>
+__device__ __forceinline__ void Gradients<T, PanelsK, PanelsV>::write_values(const Job &job, int member, int slot,
+                                                                             int panel) const {
+    const gdelta_shape &shape = call.shape;
+    int head_v = head_of(shape, head_of_keys(shape, job.head_k, member), shape.heads_v);
+    bool own = shape.heads_v == shape.heads_o;
+    if (!own && member + 1 < job.members) return;
+    write_values(job, head_v, own ? 1 : job.members, panel, [&](int m) -> Values {
+        if (own) return {shared.y[slot], shared.rows[slot]};
+        int64_t from = job.number * shape.heads_o + head_of_keys(shape, job.head_k, m);
+        return {static_cast<const unsigned char *>(work.y) + from * PanelsV * kPanelBytes,
+                work.chunk.rows + from * kHopperRowFloats};
+    });
+}
+
+// The warp's part of <dS', S>, from the diagonals of S dS'^T of 16 rows of V at a time.
+template <typename T, int PanelsK, int PanelsV>
+__device__ __forceinline__ float Gradients<T, PanelsK, PanelsV>::diagonals(int panel) const {
+    const Lane p = lane_anew();
+    float upper[4] = {}, lower[4] = {};
+    uint32_t at = panel * kPanelBytes;
+#pragma unroll
+    for (int v = 0; v < PanelsV; ++v) {
+#pragma unroll
+        for (int b = 0; b < 4; ++b) {
+            uint32_t x[4], y[4];
+            ldmatrix_x4(block_at(shared_address(shared.s[v]) + at, p, b), x);
+            ldmatrix_x4(block_at(shared_address(shared.ds[v]) + at, p, b), y);
+            mma<T>(upper, x, y[0], y[2]);
+            mma<T>(lower, x, y[1], y[3]);
+        }
+    }
+    bool odd = p.lane & 4;
+    float dot = (odd ? upper[1] : upper[0]) + (odd ? lower[3] : lower[2]);
+    return sum_lanes<31>(p.lane % 4 == p.lane / 8 ? dot : 0.0f);
+}
+
+// The gradient of raw rows from that of normalised ones, and out: dx = r (dy - y <y, dy>), but r dy where the floor
+// holds r constant.
+template <typename T, int PanelsK, int PanelsV>
+__device__ __forceinline__ void Gradients<T, PanelsK, PanelsV>::finish_rows(const gdelta_view &out, const Job &job,
+                                                                            int head, uint32_t tile, RowPair norm,
+                                                                            int panel, int turn, float (&d)[32]) const {
+    const gdelta_shape &shape = call.shape;
+    if (!out.data) return;
+    if (shape.l2norm != GDELTA_L2NORM_NONE) {
+        const Lane p = lane_anew();
+        RowPair dots = {0.0f, 0.0f};
+        dot_rows<T>(tile, d, dots);
+        dots = {sum_row(dots.upper), sum_row(dots.lower)};
+        if constexpr (PanelsK > 1) {
+            auto &parts = shared.dots[turn & 1];
+            if (p.lane % 4 == 0) parts[panel][p.row] = dots.upper, parts[panel][p.row + 8] = dots.lower;
+            named_barrier(kBarrierProducts, 128 * PanelsK);
+            dots = {parts[0][p.row] + parts[1][p.row], parts[0][p.row + 8] + parts[1][p.row + 8]};
+        }
+        float floor = shape.l2norm == GDELTA_L2NORM_MAX_EPS ? rsqrtf(static_cast<float>(shape.l2norm_eps)) : INFINITY;
+        auto along = [&](float r, float dot) { return r >= floor ? 0.0f : r * (r * dot); };
+        float upper = along(norm.upper, dots.upper), lower = along(norm.lower, dots.lower);
+#pragma unroll
+        for (int b = 0; b < 4; ++b) {
+            float x[8];
+            load_block<T>(tile, p, b, x);
+#pragma unroll
+            for (int i = 0; i < 8; ++i) {
+                float &dx = d[8 * b + i];
+                dx = (i & 2 ? norm.lower : norm.upper) * fmaf(-(i & 2 ? lower : upper), x[i], dx);
+            }
+        }
+    }
+    with_dtype(out.dtype, [&](auto *type) {
+        store_rows<std::remove_pointer_t<decltype(type)>>(out, job.chunk, head, 64 * panel, d);
+    });
+}
 
 template <typename T, int PanelsK, int PanelsV>
-__device__ __forceinline__ void Gradients<T, PanelsK, PanelsV>::keys() const {
+__device__ __forceinline__ void Gradients<T, PanelsK, PanelsV>::products(int panel) const {
     const gdelta_shape &shape = call.shape;
     constexpr float kUp = Range<T>::kUp;
-    uint32_t tile_q = shared_address(shared.q), tile_k = shared_address(shared.k), tile_a = shared_address(shared.a);
-    int i = 0, j = 0;
+    uint32_t at = panel * kPanelBytes, tile_q = shared_address(shared.q) + at, tile_k = shared_address(shared.k) + at;
+    int i = 0, j = 0, turn = 0;
+    // What follows the sequence in the chunk is cleared.
+    auto clear = [&](const Job &job, uint32_t tile) {
+        if (!ragged(job)) return;
+        clear_rows(tile, 1, job.chunk.rows, threadIdx.x % 128, 128);
+        named_barrier(kBarrierPanel + panel, 128);
+    };
     for_jobs([&](const Job &job) {
         if (job.skip) {
-            clear_out(call.dk, job.chunk, job.head_k, shape.dim_k);
+            for (int member = 0; panel == 0 && member < job.members; ++member) {
+                int head = head_of_keys(shape, job.head_k, member);
+                clear_out(call.dv, job.chunk, head_of(shape, head, shape.heads_v), shape.dim_v);
+                if (member == 0 || own_queries()) {
+                    clear_out(call.dq, job.chunk, head_of(shape, head, shape.heads_q), shape.dim_k);
+                }
+                if (member == 0) clear_out(call.dk, job.chunk, job.head_k, shape.dim_k);
+            }
             return;
         }
-        float dk[32 * PanelsK], a[32];
+        float dq[32], dk[32];
 #pragma unroll
-        for (int e = 0; e < 32 * PanelsK; ++e) dk[e] = 0.0f;
-#pragma unroll
-        for (int e = 0; e < 32; ++e) a[e] = 0.0f;
+        for (int e = 0; e < 32; ++e) dk[e] = 0.0f;
         for (int member = 0; member < job.members; ++member, ++i) {
             const Lane p = lane_anew();
             bool last = member + 1 == job.members, ends = last || own_queries();
             int slot = ring_slot<Shared::kStages>(i);
-            uint32_t parity = ring_parity<Shared::kStages>(i);
-            uint32_t tile_y = shared_address(shared.y[slot]), tile_w = shared_address(shared.w[slot]);
+            uint32_t parity = ring_parity<Shared::kStages>(i), parity_q = turn_q(i, j) & 1;
             const float *table = shared.rows[slot];
             typename Shared::Sums &sums = shared.sums[slot];
-
-            RowPair row = {0.0f, 0.0f};
-            {
-                wait(shared.y_full[slot], parity);
-                wait(shared.w_full[slot], parity);
-                float e2[32], columns[16];
-                multiply_rows(e2, tile_y, tile_w);
-                wait(shared.r_full[slot], parity);
-                wait(shared.l_full[0], j & 1);
-                RowPair factor = {-kUp * beta_at<T>(table, p.row), -kUp * beta_at<T>(table, p.row + 8)};
-                wgmma_wait<0>();
-                wgmma_hold(e2);
-                RowPair diagonal = {0.0f, 0.0f};
+            wait(shared.r_full[slot], parity);
+            wait(shared.y_full[slot], parity);
+            write_values(job, member, slot, panel);
+            if (member == 0 || own_queries()) {
 #pragma unroll
-                for (int b = 0; b < 4; ++b) {
-                    if (b != p.warp) continue;
-                    bool odd = p.lane / 4 & 1;
-                    diagonal.upper = odd ? e2[8 * b + 1] : e2[8 * b];
-                    diagonal.lower = odd ? e2[8 * b + 7] : e2[8 * b + 6];
-                }
-                add_pairs<true>(e2, shared_address(shared.l), table, factor, a, columns, row);
-                int of = sum_columns(columns);
-                wait(shared.sums_empty[slot], parity ^ 1);
-                *reinterpret_cast<float2 *>(&sums.column_k[p.warp][8 * of + p.column]) =
-                    make_float2(columns[0], columns[1]);
-                if (p.lane % 4 == p.lane / 8) {
-                    sums.beta[p.row] = kUp * diagonal.upper;
-                    sums.beta[p.row + 8] = kUp * diagonal.lower;
-                }
+                for (int e = 0; e < 32; ++e) dq[e] = 0.0f;
+                wait(shared.q_full[0], parity_q);
+                clear(job, tile_q);
             }
-            if (last) release(shared.l_empty[0]);
-
             if (member == 0) {
                 wait(shared.k_full[0], j & 1);
-                if (ragged(job)) {
-                    clear_rows(tile_k, PanelsK, job.chunk.rows, threadIdx.x % 128, 128);
-                    named_barrier(kBarrierKeys, 128);
-                }
-                release(shared.k_clear[0]);
+                clear(job, tile_k);
             }
-            {
-                // D2 by panels, then D3; the next is under way while one is added.
-                float d[2][32];
-                auto multiply = [&](int n) {
-                    bool second = n >= PanelsK;
-                    if (n == 0) wait(shared.s_full[0], i & 1);
-                    if (n == PanelsK) wait(shared.ds_full[0], i & 1);
-                    multiply_state(d[n % 2], second ? tile_w : tile_y,
-                                   shared_address(second ? shared.ds[0] : shared.s[0]) + n % PanelsK * kPanelBytes);
-                };
-                multiply(0);
-                multiply(1);
-                RowPair factor, dots = {0.0f, 0.0f};
-#pragma unroll
-                for (int n = 0; n < 2 * PanelsK; ++n) {
-                    bool second = n >= PanelsK;
-                    if (n % PanelsK == 0) {
-                        float end = second ? table[kRowLog + kChunk - 1] : 0.0f, sign = second ? -1.0f : 1.0f;
-                        float up = second ? kUp * kUp : -kUp;
-                        factor.upper =
-                            up * exp2_fast(fmaf(sign, table[kRowLog + p.row], end)) * beta_at<T>(table, p.row);
-                        factor.lower =
-                            up * exp2_fast(fmaf(sign, table[kRowLog + p.row + 8], end)) * beta_at<T>(table, p.row + 8);
-                    }
-                    if (n + 1 < 2 * PanelsK) {
-                        wgmma_wait<1>();
-                    } else {
-                        wgmma_wait<0>();
-                    }
-                    wgmma_hold(d[n % 2]);
-                    if (n + 1 == PanelsK) {
-                        release(shared.s_empty[0]);
-                        release(shared.y_empty[slot]);
-                    }
-                    if (n + 1 == 2 * PanelsK) {
-                        release(shared.ds_empty[0]);
-                        release(shared.w_empty[slot]);
-                    }
-                    add_product<T>(tile_k + n % PanelsK * kPanelBytes, d[n % 2], factor, dk + n % PanelsK * 32, dots);
-                    if (n + 2 < 2 * PanelsK) multiply(n + 2);
-                    if (n % PanelsK == PanelsK - 1) {
-                        dots.upper = factor.upper * table[kRowNorm + p.row] * sum_row(dots.upper);
-                        dots.lower = factor.lower * table[kRowNorm + p.row + 8] * sum_row(dots.lower);
-                        if (!second) {
-                            row = {sum_row(row.upper) + dots.upper, sum_row(row.lower) + dots.lower};
-                            dots = {0.0f, 0.0f};
-                        }
-                    }
-                }
-                if (p.lane % 4 == 0) {
-                    sums.row_k[p.row] = row.upper;
-                    sums.row_k[p.row + 8] = row.lower;
-                    sums.write[p.row] = dots.upper;
-                    sums.write[p.row + 8] = dots.lower;
-                }
+            wait(shared.sums_empty[slot], parity ^ 1);
+
+            // D1, and in its shadow <dS', S>.
+            float d[32];
+            wait(shared.o_clear[slot], parity);
+            wait(shared.s_full[panel], i & 1);
+            multiply_state(d, shared_address(shared.d_o[slot]), shared_address(shared.s[0]) + at);
+            wait(shared.ds_full[panel], i & 1);
+            float decay = kUp * kUp * table[kRowDecay] * diagonals(panel);
+            if (p.lane == 0) sums.decay[panel][p.warp] = decay;
+            float scale = static_cast<float>(shape.scale) * kUp;
+            RowPair factor = {scale * exp2_fast(table[kRowLog + p.row]), scale * exp2_fast(table[kRowLog + p.row + 8])};
+            RowPair dots = {0.0f, 0.0f};
+            wgmma_wait<0>();
+            wgmma_hold(d);
+            release(shared.o_empty[slot]);
+            add_product<T>(tile_q, d, factor, dq, dots);
+            dots.upper = table[kRowOutput + p.row] * sum_row(dots.upper);
+            dots.lower = table[kRowOutput + p.row + 8] * sum_row(dots.lower);
+            if (p.lane % 4 == 0) sums.row_q[panel][p.row] = dots.upper, sums.row_q[panel][p.row + 8] = dots.lower;
+
+                // D2 = y S^T, D3 = w dS'^T.
+#pragma unroll 1
+            for (int second = 0; second < 2; ++second) {
+                if (second) wait(shared.w_full[slot], parity);
+                multiply_state(d, shared_address(second ? shared.w[slot] : shared.y[slot]),
+                               shared_address(second ? shared.ds[0] : shared.s[0]) + at);
+                const Lane p = lane_anew();
+                float end = second ? table[kRowLog + kChunk - 1] : 0.0f, sign = second ? -1.0f : 1.0f;
+                float up = second ? kUp * kUp : -kUp;
+                factor.upper = up * exp2_fast(fmaf(sign, table[kRowLog + p.row], end)) * beta_at<T>(table, p.row);
+                factor.lower =
+                    up * exp2_fast(fmaf(sign, table[kRowLog + p.row + 8], end)) * beta_at<T>(table, p.row + 8);
+                dots = {0.0f, 0.0f};
+                wgmma_wait<0>();
+                wgmma_hold(d);
+                release((second ? shared.ds_empty : shared.s_empty)[panel]);
+                release((second ? shared.w_empty : shared.y_empty)[slot]);
+                add_product<T>(tile_k, d, factor, dk, dots);
+                dots.upper = factor.upper * table[kRowNorm + p.row] * sum_row(dots.upper);
+                dots.lower = factor.lower * table[kRowNorm + p.row + 8] * sum_row(dots.lower);
+                float *out = (second ? sums.write : sums.row_k)[panel];
+                if (p.lane % 4 == 0) out[p.row] = dots.upper, out[p.row + 8] = dots.lower;
             }
             release(shared.sums_full[slot]);
+            RowPair norm_q = {table[kRowNormQ + p.row], table[kRowNormQ + p.row + 8]};
+            RowPair norm_k = {table[kRowNorm + p.row], table[kRowNorm + p.row + 8]};
+            release(shared.r_empty[slot]);
+            if (!ends) continue;
 
-            RowPair norm = {table[kRowNorm + p.row], table[kRowNorm + p.row + 8]};
-            if (!ends) {
-                release(shared.r_empty[slot]);
-                continue;
-            }
-
-            // dk += (A1 r_q)^T Q.
-            wait(shared.q_full[0], turn_q(i, j) & 1);
-            wait(shared.a_full[0], turn_q(i, j) & 1);
+            // dq += (A1 r_k) K, dk += (A1 r_q)^T Q; at the job's end dk += (A2 + A2^T) r_k K.
+            wait(shared.a_full[0], parity_q);
+            wait(shared.a1_full[0], parity_q);
+            wgmma_hold(dq);
             wgmma_hold(dk);
             wgmma_fence();
 #pragma unroll
             for (int step = 0; step < 4; ++step) {
-                wgmma<T, kMajorMN, kMajorMN>(dk, panel_mn_major(tile_a) + step * kStepMN,
+                wgmma<T, kMajorK, kMajorMN>(dq, panel_k_major(shared_address(shared.p)) + step * kStepK,
+                                            panel_mn_major(tile_k) + step * kStepMN, true);
+            }
+#pragma unroll
+            for (int step = 0; step < 4; ++step) {
+                wgmma<T, kMajorMN, kMajorMN>(dk, panel_mn_major(shared_address(shared.a)) + step * kStepMN,
                                              panel_mn_major(tile_q) + step * kStepMN, true);
             }
             wgmma_commit();
             wgmma_wait<0>();
+            wgmma_hold(dq);
             wgmma_hold(dk);
+            release(shared.p_empty[0]);
+            release(shared.a_empty[0]);
+            int head = head_of_keys(shape, job.head_k, member);
+            finish_rows(call.dq, job, head_of(shape, head, shape.heads_q), tile_q, norm_q, panel, turn++, dq);
             release(shared.q_empty[0]);
-            if (!last) {
-                release(shared.r_empty[slot]);
-                release(shared.a_empty[0]);
-                continue;
-            }
-            // dk += (A2 r_k) K + (A2 r_k)^T K, the factor on columns and on rows.
-            uint32_t f_rows[16], f[16];
-            pack_rows(a, norm, f_rows);
-            pack_columns(a, p, 1.0f, table + kRowNorm, f);
-            release(shared.r_empty[slot]);
-            named_barrier(kBarrierKeys, 128);  // all warps have read A1
-            put_blocks(tile_a, p, f_rows);
-            fence_async_shared();
-            named_barrier(kBarrierKeys, 128);
+            if (!last) continue;
+            wait(shared.a2_full[0], j & 1);
             wgmma_hold(dk);
-            wgmma_hold(f);
             wgmma_fence();
 #pragma unroll
             for (int step = 0; step < 4; ++step) {
-                wgmma<T, kMajorMN>(dk, f + 4 * step, panel_mn_major(tile_k) + step * kStepMN, true);
-                wgmma<T, kMajorMN, kMajorMN>(dk, panel_mn_major(tile_a) + step * kStepMN,
-                                             panel_mn_major(tile_k) + step * kStepMN, true);
+                wgmma<T, kMajorK, kMajorMN>(dk, panel_k_major(shared_address(shared.l)) + step * kStepK,
+                                            panel_mn_major(tile_k) + step * kStepMN, true);
             }
             wgmma_commit();
             wgmma_wait<0>();
             wgmma_hold(dk);
-            release(shared.a_empty[0]);
-            finish_rows<T, PanelsK>(shape, call.dk, job.chunk, job.head_k, tile_k, norm, dk);
+            release(shared.l_empty[0]);
+            finish_rows(call.dk, job, job.head_k, tile_k, norm_k, panel, turn++, dk);
             release(shared.k_empty[0]);
         }
         ++j;
@@ -892,12 +923,19 @@ __device__ __forceinline__ void Gradients<T, PanelsK, PanelsV>::finish_gates(con
         int at = 2 * lane + x;
         float column = 0.0f;
 #pragma unroll
-        for (int warp = 0; warp < kWarps; ++warp) column += sums.column_q[warp][at] + sums.column_k[warp][at];
-        d_log[x] = sums.row_q[at] + sums.row_k[at] - column;
-        write[x] = sums.write[at];
+        for (int warp = 0; warp < kWarps; ++warp) column += sums.column[warp][at];
+        d_log[x] = sums.row_m[at] - column;
+        write[x] = 0.0f;
+#pragma unroll
+        for (int panel = 0; panel < PanelsK; ++panel) {
+            d_log[x] += sums.row_q[panel][at] + sums.row_k[panel][at];
+            write[x] += sums.write[panel][at];
+        }
         d_beta[x] = sums.beta[at];
     }
-    float decay = (sums.decay[0] + sums.decay[1]) + (sums.decay[2] + sums.decay[3]);
+    float decay = 0.0f;
+#pragma unroll
+    for (int part = 0; part < PanelsK * kWarps; ++part) decay += sums.decay[part / kWarps][part % kWarps];
     release(shared.sums_empty[slot]);
     float later = d_log[0] + d_log[1], earlier = write[0] + write[1];
 #pragma unroll
@@ -979,96 +1017,6 @@ __device__ __forceinline__ void Gradients<T, PanelsK, PanelsV>::gates() const {
         [&](const Job &job) { for_heads(job, [&](int head) { clear_parameters(job, head); }); });
 }
 
-// ---- Values: dv, <dS', S> ----
-
-// dv = sum of beta y over `count` output heads, in their order; from(m) says where those of head m are.
-template <typename T, int PanelsK, int PanelsV>
-template <typename F>
-__device__ __forceinline__ void Gradients<T, PanelsK, PanelsV>::write_values(const Job &job, int head_v, int count,
-                                                                             F from) const {
-    constexpr int kPieces = 8 * PanelsV;  // 16 bytes each, of a row
-    if (!call.dv.data) return;
-#pragma unroll 2
-    for (int at = threadIdx.x % 128; at < job.chunk.rows * kPieces; at += 128) {
-        int row = at / kPieces, piece = at % kPieces;
-        float dv[8] = {};
-        for (int m = 0; m < count; ++m) {
-            Values values = from(m);
-            uint4 x =
-                *reinterpret_cast<const uint4 *>(values.y + piece / 8 * kPanelBytes + panel_offset(row, piece % 8));
-            uint32_t xs[4] = {x.x, x.y, x.z, x.w};
-            float beta = beta_at<T>(values.table, row);
-#pragma unroll
-            for (int e = 0; e < 8; ++e) {
-                float2 pair = unpack<T>(xs[e / 2]);
-                dv[e] = fmaf(beta, e % 2 ? pair.y : pair.x, dv[e]);
-            }
-        }
-        with_dtype(call.dv.dtype, [&](auto *type) {
-            store_eight(static_cast<decltype(type)>(call.dv.data) +
-                            offset_of(call.dv, job.chunk.batch, job.chunk.begin + row, head_v) + 8 * piece,
-                        dv);
-        });
-    }
-}
-
-template <typename T, int PanelsK, int PanelsV>
-__device__ __forceinline__ void Gradients<T, PanelsK, PanelsV>::values() const {
-    const gdelta_shape &shape = call.shape;
-    int thread = threadIdx.x % 128, i = 0;
-    bool own_values = shape.heads_v == shape.heads_o;
-    for_jobs([&](const Job &job) {
-        for (int member = 0; member < job.members; ++member) {
-            int head = head_of_keys(shape, job.head_k, member), head_v = head_of(shape, head, shape.heads_v);
-            if (job.skip) {
-                clear_out(call.dv, job.chunk, head_v, shape.dim_v);
-                continue;
-            }
-            int slot = ring_slot<Shared::kStages>(i);
-            uint32_t parity = ring_parity<Shared::kStages>(i);
-            const float *table = shared.rows[slot];
-            wait(shared.r_full[slot], parity);
-            wait(shared.y_full[slot], parity);
-            float last = table[kRowDecay];
-            if (own_values) {
-                write_values(job, head_v, 1, [&](int) { return Values{shared.y[slot], table}; });
-            } else if (member + 1 == job.members) {
-                write_values(job, head_v, job.members, [&](int m) {
-                    int64_t from = job.number * shape.heads_o + head_of_keys(shape, job.head_k, m);
-                    return Values{static_cast<const unsigned char *>(work.y) + from * PanelsV * kPanelBytes,
-                                  work.chunk.rows + from * kHopperRowFloats};
-                });
-            }
-            release(shared.y_empty[slot]);
-            release(shared.r_empty[slot]);
-
-            wait(shared.s_full[0], i & 1);
-            wait(shared.ds_full[0], i & 1);
-            float dots[4] = {};
-#pragma unroll 2
-            for (int piece = thread; piece < static_cast<int>(PanelsV * kState / 16); piece += 128) {
-                uint4 x = ld_shared(shared_address(shared.s[0]) + 16 * piece),
-                      y = ld_shared(shared_address(shared.ds[0]) + 16 * piece);
-                uint32_t xs[4] = {x.x, x.y, x.z, x.w}, ys[4] = {y.x, y.y, y.z, y.w};
-#pragma unroll
-                for (int e = 0; e < 4; ++e) {
-                    float2 u = unpack<T>(xs[e]), v = unpack<T>(ys[e]);
-                    dots[e] = fmaf(u.x, v.x, fmaf(u.y, v.y, dots[e]));
-                }
-            }
-            release(shared.s_empty[0]);
-            release(shared.ds_empty[0]);
-            float dot = sum_lanes<31>((dots[0] + dots[1]) + (dots[2] + dots[3]));
-            wait(shared.sums_empty[slot], parity ^ 1);
-            if (thread % 32 == 0) {
-                shared.sums[slot].decay[thread / 32] = Range<T>::kUp * Range<T>::kUp * last * dot;
-            }
-            release(shared.sums_full[slot]);
-            ++i;
-        }
-    });
-}
-
 template <typename T, int PanelsK, int PanelsV>
 __global__ void __launch_bounds__(512, 1)
     hopper_gradients(const __grid_constant__ gdelta_backward_call call,
@@ -1082,47 +1030,46 @@ __global__ void __launch_bounds__(512, 1)
         auto init = [](auto &barriers, uint32_t count) {
             for (uint64_t &barrier : barriers) mbarrier_init(shared_address(&barrier), count);
         };
-        init(shared.job_full, kWarp), init(shared.job_empty, 4 * kWarpgroup);
-        init(shared.k_full, 1), init(shared.k_clear, kWarpgroup), init(shared.k_empty, 2 * kWarpgroup);
-        init(shared.q_full, 1), init(shared.q_empty, 2 * kWarpgroup);
-        init(shared.p_full, 1), init(shared.p_empty, kWarpgroup);
-        init(shared.l_full, 1), init(shared.l_empty, kWarpgroup);
-        init(shared.s_full, 1), init(shared.s_empty, 3 * kWarpgroup);
-        init(shared.ds_full, 1), init(shared.ds_empty, 2 * kWarpgroup);
-        init(shared.o_full, 1), init(shared.o_empty, kWarpgroup);
-        init(shared.w_full, 1), init(shared.w_empty, 2 * kWarpgroup);
-        init(shared.y_full, 1), init(shared.y_empty, 2 * kWarpgroup);
-        init(shared.r_full, 1), init(shared.r_empty, 3 * kWarpgroup);
-        init(shared.a_full, kWarpgroup), init(shared.a_empty, kWarpgroup);
-        init(shared.sums_full, 3 * kWarpgroup), init(shared.sums_empty, kWarp);
+        constexpr uint32_t kProducts = PanelsK * kWarpgroup, kAll = kProducts + kWarpgroup;  // kAll: with `pairs`
+        init(shared.job_full, kWarp), init(shared.job_empty, kAll + kWarpgroup);
+        init(shared.k_full, 1), init(shared.k_empty, kProducts);
+        init(shared.q_full, 1), init(shared.q_empty, kProducts);
+        init(shared.p_full, 1), init(shared.p_empty, kProducts), init(shared.a1_full, kWarpgroup);
+        init(shared.l_full, 1), init(shared.l_empty, kProducts), init(shared.a2_full, kWarpgroup);
+        init(shared.a_full, kWarpgroup), init(shared.a_empty, kProducts);
+        init(shared.s_full, 1), init(shared.s_empty, kWarpgroup);
+        init(shared.ds_full, 1), init(shared.ds_empty, kWarpgroup);
+        init(shared.o_full, 1), init(shared.o_clear, kWarpgroup), init(shared.o_empty, kAll);
+        init(shared.w_full, 1), init(shared.w_empty, kAll);
+        init(shared.y_full, 1), init(shared.y_empty, kAll);
+        init(shared.r_full, 1), init(shared.r_empty, kAll);
+        init(shared.sums_full, kAll), init(shared.sums_empty, kWarp);
         fence_barrier_init();
     }
     if (!call.d_o.data) {  // is 0
-        for (int i = threadIdx.x; i < static_cast<int>(sizeof shared.d_o) / 16; i += 512) {
+        for (int i = threadIdx.x; i < static_cast<int>(sizeof shared.d_o) / 16; i += blockDim.x) {
             reinterpret_cast<uint4 *>(shared.d_o)[i] = make_uint4(0, 0, 0, 0);
         }
         fence_async_shared();
     }
     __syncthreads();
     Gradients<T, PanelsK, PanelsV> gradients = {call, work, maps, shared, chunks};
-    // 128 registers each at launch: 512 = 2 * 200 + 2 * 56.
-    int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x / 32), 0);  // uniform, and known to be
-    if (warp < 4) {
-        registers_increase<208>();
-        gradients.queries();
-    } else if (warp < 8) {
-        registers_increase<208>();
-        gradients.keys();
-    } else if (warp < 12) {
+    // 128 registers each at launch: 512 = 176 + 48 + 2 * 144. With one half of K the last warpgroup has nothing to do.
+    int role = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x / 128), 0);  // uniform, and known to be
+    if (role == 0) {
+        registers_increase<176>();
+        gradients.pairs();
+    } else if (role == 1) {
         registers_decrease<48>();
-        gradients.values();
-    } else {
-        registers_decrease<48>();
-        if (warp < 15) {
-            gradients.load(warp - 12);
+        int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x / 32 % 4), 0);
+        if (warp < 3) {
+            gradients.load(warp);
         } else {
             gradients.gates();
         }
+    } else if (role - 2 < PanelsK) {
+        registers_increase<144>();
+        gradients.products(role - 2);
     }
 }
 

@@ -122,6 +122,7 @@ __device__ __forceinline__ void make_rows(const gdelta_shape &shape, const float
         reinterpret_cast<float2 *>(rows + kRowOutput)[lane] = output;
         reinterpret_cast<float2 *>(rows + kRowNorm)[lane] = rk;
         reinterpret_cast<float2 *>(rows + kRowLog)[lane] = log;
+        reinterpret_cast<float2 *>(rows + kRowNormQ)[lane] = rq;
         if (lane == 31) *reinterpret_cast<float4 *>(rows + kRowDecay) = decay;
     } else {
         reinterpret_cast<float2 *>(rows + kForwardKey)[lane] = key;

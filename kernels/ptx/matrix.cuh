@@ -39,6 +39,13 @@ __device__ __forceinline__ void stmatrix_x4_trans(uint32_t shared, uint32_t a, u
                  : "memory");
 }
 
+// A matrix of 8 x 8, transposed.
+__device__ __forceinline__ uint32_t transpose_matrix(uint32_t x) {
+    uint32_t y;
+    asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
+    return y;
+}
+
 // d += a b: a 16 x 16 and b 16 x 8 of T, d 16 x 8 of fp32. b is column-major: b0 holds rows 0-7.
 template <typename T>
 __device__ __forceinline__ void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
