@@ -82,7 +82,8 @@ def inputs(case, seed=0):
     if ragged:
         starts = torch.tensor((0,) + case.lengths).cumsum(0)
         x.cu = starts.to(torch.int32).cuda()
-    if case.step:  # as the models have it: a and b of a projection, in bf16; who fuses no gate gets it made
+    if case.step:  # as the models have it: a and b of a projection, in bf16; states in a pool, for who takes one
+        x.slots = torch.arange(len(case.lengths), dtype=torch.int32, device="cuda")
         x.a, x.b = normal(*outer, case.hv), normal(*outer, case.hv)
         x.a_log, x.dt_bias = normal(case.hv, dtype=torch.float32).abs(), normal(case.hv, dtype=torch.float32)
         x.g = -x.a_log.exp() * torch.nn.functional.softplus(x.a.float() + x.dt_bias)

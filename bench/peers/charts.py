@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """charts.py OUT JSON...: tabulates what compare.py measured, OUT.md, and draws it, OUT-SUITE.svg: a line a call, a mark
 a peer, times to a logarithmic scale, and the floor. Of several JSON files the first counts; the others add the rows and
-the peers that it lacks, for peers that do not fit into one installation. OUT.md says how far gdelta's own times are
-apart between them."""
+the peers that it lacks, for peers that do not fit into one installation, and longer first calls, such as those of
+compare.py --seconds 0. OUT.md says how far gdelta's own times are apart between them."""
 
 import json
 import sys
@@ -35,7 +35,7 @@ def table(report):
     versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
     lines = [fill(f"{report['gpu']}, {report['date']}; {versions}", 120), ""]
     for suite, title in TITLES.items():
-        rows = [row for row in report["rows"] if row["suite"] == suite]
+        rows = [row for row in report["rows"] if row["suite"] == suite and times(row)]
         if not rows:
             continue
         unit, word = (1, "us") if suite == "decode" else (1000, "ms")
@@ -126,8 +126,11 @@ def merged(reports):
             for name, peer in row["peers"].items():
                 if name.startswith("gdelta") and "us" in peer and "us" in mine["peers"].get(name, {}):
                     apart.append(peer["us"] / mine["peers"][name]["us"])
-                if "us" not in mine["peers"].get(name, {}):
-                    mine["peers"][name] = peer
+                have = mine["peers"].setdefault(name, peer)
+                if "us" in peer and "us" not in have:
+                    mine["peers"][name] = dict(peer, first_s=max(peer["first_s"], have.get("first_s", 0)))
+                elif "first_s" in peer:
+                    have["first_s"] = max(peer["first_s"], have.get("first_s", 0))
     if apart:
         report["apart"] = [min(apart), max(apart)]
     return report

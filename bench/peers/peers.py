@@ -52,6 +52,7 @@ class Gdelta:
             args = lib.step_args(q=tensor(x.q), k=tensor(x.k), v=tensor(x.v), g=tensor(x.a), beta=tensor(x.b),
                                  a_log=vector(lib, x.a_log), dt_bias=vector(lib, x.dt_bias), o=tensor(out["o"]),
                                  state=state(out["s"]))
+            args.state.slots, args.state.slot_count = lib.index(data=x.slots.data_ptr()), len(case.lengths)
             run, operation = lib.step, lib.OPERATION_STEP
         else:
             inputs = dict(q=tensor(x.q), k=tensor(x.k), v=tensor(x.v), g=tensor(x.g), beta=tensor(x.beta),
@@ -137,8 +138,9 @@ class Fla(Autograd):
             raise Refused("writes states in fp32 only")
 
         def call():
-            o, s = self.recurrent(x.q, x.k, x.v, g=x.g, beta=x.beta, initial_state=x.s0, output_final_state=True,
-                                  use_qk_l2norm_in_kernel=case.norm)
+            o, s = self.recurrent(x.q, x.k, x.v, g=x.a, beta=x.b, A_log=x.a_log, dt_bias=x.dt_bias,
+                                  use_gate_in_kernel=True, use_beta_sigmoid_in_kernel=True, initial_state=x.s0,
+                                  output_final_state=True, use_qk_l2norm_in_kernel=case.norm)
             return dict(o=o, s=s)
 
         return call
@@ -172,7 +174,8 @@ class FlashInfer:
             o = torch.empty_like(x.v)
 
             def call():
-                self.decode(x.q, x.k, x.v, s0, x.a_log, x.a, x.dt_bias, x.b, output=o, use_qk_l2norm=case.norm)
+                self.decode(x.q, x.k, x.v, None, x.a_log, x.a, x.dt_bias, x.b, output=o, use_qk_l2norm=case.norm,
+                            initial_state=s0, initial_state_indices=x.slots)
                 return dict(o=o, s=s0.transpose(-1, -2))
 
             return call
