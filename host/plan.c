@@ -131,6 +131,16 @@ static int64_t larger(int64_t a, int64_t b) {
 /* Nanoseconds of what is along the chunks. */
 typedef int64_t prediction(const gdelta_shape *shape, int64_t places, gdelta_hopper_choice choice);
 
+/* Two blocks a multiprocessor, unless each has one for itself. */
+static int64_t predict_summaries(int64_t blocks, int64_t places, int64_t chunks, int32_t alone_ns, int32_t paired_ns) {
+    return blocks <= places ? chunks * alone_ns : ceil_div(blocks, 2 * places) * chunks * paired_ns;
+}
+
+/* And the two kernels' launches. */
+static int64_t predict_merge(int32_t segments) {
+    return kHopperSegmentsNs + (segments - 1) * kHopperMergeNs;
+}
+
 static int64_t predict_forward(const gdelta_shape *shape, int64_t places, gdelta_hopper_choice choice) {
     int64_t jobs = shape->sequences * shape->heads_o;
     int64_t length = ceil_div(ceil_div(shape->tokens, kChunk), choice.segments);
@@ -138,8 +148,8 @@ static int64_t predict_forward(const gdelta_shape *shape, int64_t places, gdelta
     int64_t ns = ceil_div(jobs * choice.segments * choice.split_v, places) * length * chunk_ns;
     if (choice.segments == 1) return ns;
     int64_t blocks = jobs * (choice.segments - 1) * ((shape->dim_v + shape->dim_k) / kChunk);
-    ns += blocks <= places ? length * kHopperSummaryNs1 : ceil_div(blocks, 2 * places) * length * kHopperSummaryNs2;
-    return ns + kHopperSegmentsNs + (choice.segments - 1) * kHopperMergeNs;
+    ns += predict_summaries(blocks, places, length, kHopperSummaryNs1, kHopperSummaryNs2);
+    return ns + predict_merge(choice.segments);
 }
 
 /* Both directions at once, each with blocks of its own; or device memory's time, if that is longer. Read of a chunk and
@@ -156,10 +166,9 @@ static int64_t predict_backward(const gdelta_shape *shape, int64_t places, gdelt
                         chunks * shape->heads_o * bytes / kHopperBytesPerNs);
     if (choice.segments == 1) return ns;
     int64_t blocks = jobs * ((choice.segments - 1) * 2 * v + (choice.segments - 2) * k) / kChunk;
-    ns += larger(blocks <= places ? length * kHopperChainSummaryNs1
-                                  : ceil_div(blocks, 2 * places) * length * kHopperChainSummaryNs2,
+    ns += larger(predict_summaries(blocks, places, length, kHopperChainSummaryNs1, kHopperChainSummaryNs2),
                  chunks * shape->heads_o * summary_bytes / kHopperBytesPerNs);
-    return ns + kHopperSegmentsNs + (choice.segments - 1) * kHopperMergeNs;
+    return ns + predict_merge(choice.segments);
 }
 
 /* Whichever is fastest. Segments change bits, so that a plan that promises batch invariance has none. */

@@ -124,8 +124,9 @@ enum {
     kHopperMergeNs = 3500,
     kHopperSegmentsNs = 6000,
 
-    /* Of backward, likewise: in a block of chains; in one of hopper_chain_summary. And what memory brings and takes: at
-     * 16/32, 1 x 32768 chains move 229 KB a chunk and head in 55.6 ns. */
+    /* Of backward, likewise: in a block of chains; in one of hopper_chain_summary, for which these are estimates (2/4,
+     * 1 x 32768 in 12 segments, two a multiprocessor: 1870). And what memory brings and takes: at 16/32, 1 x 32768
+     * chains move 229 KB a chunk and head in 55.6 ns. */
     kHopperChainNs2 = 1970,
     kHopperChainNs1 = 1290,
     kHopperChainSummaryNs1 = 1200,

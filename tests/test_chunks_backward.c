@@ -1,7 +1,6 @@
 /* What is hard for a backward that works on chunks of 64 tokens: losses at the end of long texts, gradients handed from
  * call to call, sums that cancel. Every engine must pass. */
 #include <math.h>
-#include <stdlib.h>
 #include <string.h>
 
 #include "support/case.h"
@@ -113,28 +112,11 @@ GPU_ENGINE_TEST(chunks_backward, a_hundred_calls_give_the_same_bits, 3) {
 
 /* ---- Segments: a long text of few heads, which the hopper engine cuts ---- */
 
-/* How many, as the plan's line says; 1 for engines that have none. */
-static int segments_of(const test_case *c, const test_engine *engine) {
-    gdelta_problem problem = case_problem(c);
-    problem.engine = engine->engine;
-    gdelta_plan *plan;
-    char line[512];
-    cr_assert_eq(gdelta_plan_create(&problem, &plan), GDELTA_OK, "%s", gdelta_last_error());
-    gdelta_plan_describe(plan, line, sizeof line);
-    gdelta_plan_destroy(plan);
-    const char *words = " segments ", *backward = strstr(line, "(hopper: ");
-    return backward ? atoi(strstr(backward, words) + strlen(words)) : 1;
-}
-
 /* No decay: else nothing of a segment's start is left at its end, and M could be anything. */
 static test_case segment_case(int64_t tokens) {
     test_case c = base_case(tokens);
     c.strength = kGateZero;
     return c;
-}
-
-static void expect_segments(const test_case *c, const test_engine *engine) {
-    if (engine->engine == GDELTA_ENGINE_HOPPER) cr_assert_gt(segments_of(c, engine), 1, "%s", case_line(c));
 }
 
 /* Gates, sizes and types; a last chunk that is not whole. */
@@ -148,7 +130,7 @@ GPU_ENGINE_TEST(chunks_backward, segments, 6) {
     if (part == 3) c.dtype = GDELTA_DTYPE_FP16;
     if (part == 4) c.strength = kGateResets;
     if (part == 5) c.keys = kKeysCorrelated, c.strength = kGateWeak;
-    expect_segments(&c, engine);
+    expect_segments(&c, engine, GDELTA_OPERATION_BACKWARD);
     cr_expect(check_case(&c, engine, kBackward));
 }
 
@@ -166,7 +148,7 @@ GPU_ENGINE_TEST(chunks_backward, segments_of_packed_sequences, 2) {
     c.state_order = part ? GDELTA_STATE_VK : GDELTA_STATE_KV;
     case_use_slots(&c, kSlotsDistinct, 1 << kSkipped);
     c.recycled = 1 << kFresh;
-    expect_segments(&c, engine);
+    expect_segments(&c, engine, GDELTA_OPERATION_BACKWARD);
     cr_expect(check_case(&c, engine, kBackward));
 }
 
@@ -181,7 +163,7 @@ GPU_ENGINE_TEST(chunks_backward, empty_sequences_beside_segments, 2) {
     c.heads_v = 1;
     c.state_order = part;
     c.recycled = 1 << 3;
-    expect_segments(&c, engine);
+    expect_segments(&c, engine, GDELTA_OPERATION_BACKWARD);
     instance x = make_instance(&c);
     FOR_ELEMENTS(&x, kDFinal, n, row, head, column) {
         if (c.lengths[n]) continue;
@@ -206,7 +188,7 @@ GPU_ENGINE_TEST(chunks_backward, empty_sequences_beside_segments, 2) {
 GPU_ENGINE_TEST(chunks_backward, pieces_of_segments_hand_gradients_back, 1) {
     static const int64_t cuts[kPieces + 1] = {0, 2080, 4200, 6400};
     test_case c = segment_case(2080);
-    expect_segments(&c, engine);
+    expect_segments(&c, engine, GDELTA_OPERATION_BACKWARD);
     check_pieces(c, cuts, engine);
 }
 

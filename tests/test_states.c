@@ -274,18 +274,6 @@ ENGINE_TEST(states, empty_sequences_hand_on_their_state, 1) {
     }
 }
 
-/* Whether the engine cuts sequences into segments, as the plan's line says. */
-static bool is_cut(const test_case *c, const test_engine *engine) {
-    gdelta_problem problem = case_problem(c);
-    problem.engine = engine->engine;
-    gdelta_plan *plan;
-    char line[512];
-    cr_assert_eq(gdelta_plan_create(&problem, &plan), GDELTA_OK, "%s", gdelta_last_error());
-    gdelta_plan_describe(plan, line, sizeof line);
-    gdelta_plan_destroy(plan);
-    return strstr(line, "segments ") && !strstr(line, "segments 1,");
-}
-
 /* An empty sequence's state is not that of a segment, S = M S + N, which -0 and infinities do not survive. */
 ENGINE_TEST(states, empty_sequences_beside_long_ones, 3) {
     static const gdelta_dtype dtypes[] = {GDELTA_DTYPE_FP32, GDELTA_DTYPE_BF16, GDELTA_DTYPE_FP16};
@@ -300,7 +288,7 @@ ENGINE_TEST(states, empty_sequences_beside_long_ones, 3) {
     c.state_dtype = dtypes[part];
     c.state_order = part % 2;
     c.recycled = 1 << kFresh;
-    if (engine->engine == GDELTA_ENGINE_HOPPER) cr_assert(is_cut(&c, engine));
+    expect_segments(&c, engine, GDELTA_OPERATION_FORWARD);
     instance x = make_instance(&c);
     FOR_ELEMENTS(&x, kInitial, n, row, head, column) {
         if (n == 1 || n == 2) instance_put(&x, kInitial, n, row, head, column, values[(n + row + column) % 4]);
@@ -474,7 +462,7 @@ GPU_ENGINE_TEST(states, checkpoints_of_long_texts, 3) {
     c.checkpoint_interval = 448;
     if (part == 1) case_use_one_pool(&c);
     if (part == 2) c.state_dtype = GDELTA_DTYPE_BF16, c.several_slots = true, c.absent = ROLE(kInitial);
-    if (engine->engine == GDELTA_ENGINE_HOPPER) cr_assert(is_cut(&c, engine));
+    expect_segments(&c, engine, GDELTA_OPERATION_FORWARD);
     cr_expect(check_case(&c, engine, kForward));
 }
 

@@ -164,7 +164,7 @@ __device__ __forceinline__ void Chain<T, PanelsK, Halves, Reverse, Summary>::loa
             load_tile(shared.x[slot], work.chunk.x, chunk_head(i), kTileK, barrier);
             if (!Reverse) return;
             if (Summary) wait_before(shared.second_empty, i);
-            load_tile(shared.z[slot % Shared::kPlaces], work.chunk.z, chunk_head(i), kPanelBytes, barrier);
+            load_tile(shared.z[ring_slot<Shared::kPlaces>(i)], work.chunk.z, chunk_head(i), kPanelBytes, barrier);
         });
     } else if (threadIdx.x == 64 && !(Summary && !Reverse)) {
         uint32_t bytes = !Reverse ? kPanelBytes : Summary ? kTileK : 2 * kTileK;
@@ -293,19 +293,7 @@ __device__ __forceinline__ void Chain<T, PanelsK, Halves, Reverse, Summary>::loa
         view.dtype = GDELTA_DTYPE_FP32;
         if (!Summary) view.data = summary(true, Reverse, shared.turn - 1);
     }
-    if (offset < 0) {
-        const Lane p = lane_of_warpgroup();
-#pragma unroll
-        for (int i = 0; i < 32 * PanelsK; ++i) {
-            int k = i / 4 * 8 + p.column + i % 2, v = column + p.row + 8 * (i / 2 % 2);
-            s[i] = !has_value && k == v ? 1.0f : 0.0f;
-        }
-        return;
-    }
-    with_dtype(view.dtype, [&](auto *type) {
-        const auto *from = static_cast<decltype(type)>(view.data) + offset;
-        for_state<PanelsK>(view, call.shape.dim_v, column, [&](int i, int at) { s[i] = to_float(from[at]); });
-    });
+    load_columns<PanelsK>(view, offset, !has_value, call.shape.dim_v, column, [&](int i, float x) { s[i] = x; });
 }
 
 template <typename T, int PanelsK, int Halves, bool Reverse, bool Summary>
@@ -426,7 +414,7 @@ __device__ __forceinline__ void Chain<T, PanelsK, Halves, Reverse, Summary>::gra
         }
     }
     for (int i = 0; i < chunks; ++i) {
-        int slot = ring_slot<2>(i), place = slot % Shared::kPlaces;
+        int slot = ring_slot<2>(i), place = ring_slot<Shared::kPlaces>(i);
         uint32_t panel_z = shared_address(shared.z[place]), panel_x = shared_address(shared.x[slot]);
         uint32_t panel_v = shared_address(shared.v[slot]) + half * kPanelBytes;
         const float *table = shared.rows[slot];
@@ -530,11 +518,8 @@ __device__ __forceinline__ void Chain<T, PanelsK, Halves, Reverse, Summary>::gra
     if (!call.d_initial.data || shared.turn + 1 < work.chunk.choice.segments) return;
     const gdelta_state_view &view = call.d_initial;
     bool none = call.in.has_initial && !call.in.has_initial[shared.n];
-    with_dtype(view.dtype, [&](auto *type) {
-        auto *to = static_cast<decltype(type)>(view.data) + shared.n * view.slot + shared.head * view.head;
-        for_state<PanelsK>(view, call.shape.dim_v, column,
-                           [&](int i, int at) { from_float(none ? 0.0f : s[i], to + at); });
-    });
+    store_columns<PanelsK>(view, shared.n * view.slot + shared.head * view.head, call.shape.dim_v, column,
+                           [&](int i) { return none ? 0.0f : s[i]; });
 }
 
 // ---- The block ----

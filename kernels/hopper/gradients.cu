@@ -135,15 +135,21 @@ __device__ __forceinline__ Lane lane_anew() {
     return lane_of_warpgroup(opaque(threadIdx.x));
 }
 
-// The lane's elements of block b (16 columns) of a tile of raw rows, in the order of D.
-template <typename T>
-__device__ __forceinline__ void load_block(uint32_t tile, Lane p, int b, float (&x)[8]) {
-    uint32_t f[4];
-    ldmatrix_x4(block_at(tile + b / 4 * kPanelBytes, p, b % 4), f);
+// f(e, is_lower, x): the lane's elements of the panel of raw rows at `tile`, in the order of D, and in which of its
+// rows.
+template <typename T, typename F>
+__device__ __forceinline__ void for_elements(uint32_t tile, F f) {
+    const Lane p = lane_anew();
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-        float2 pair = unpack<T>(f[i]);
-        x[2 * i] = pair.x, x[2 * i + 1] = pair.y;
+    for (int b = 0; b < 4; ++b) {
+        uint32_t words[4];
+        ldmatrix_x4(block_at(tile, p, b), words);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            float2 pair = unpack<T>(words[i]);
+            f(8 * b + 2 * i, i % 2 == 1, pair.x);
+            f(8 * b + 2 * i + 1, i % 2 == 1, pair.y);
+        }
     }
 }
 
@@ -170,36 +176,22 @@ __device__ __forceinline__ void put_symmetric(uint32_t tile, Lane p, const uint3
 
 // Adds the lane's parts of the dot products of its two rows of the panel at `tile` with those of D.
 template <typename T>
-__device__ __forceinline__ void dot_rows(uint32_t tile, const float *d, RowPair &dots) {
-    const Lane p = lane_anew();
-#pragma unroll
-    for (int b = 0; b < 4; ++b) {
-        float x[8];
-        load_block<T>(tile, p, b, x);
-#pragma unroll
-        for (int i = 0; i < 8; ++i) {
-            float &sum = i & 2 ? dots.lower : dots.upper;
-            sum = fmaf(x[i], d[8 * b + i], sum);
-        }
-    }
+__device__ __forceinline__ void dot_rows(uint32_t tile, const float (&d)[32], RowPair &dots) {
+    for_elements<T>(tile, [&](int e, bool is_lower, float x) {
+        float &dot = is_lower ? dots.lower : dots.upper;
+        dot = fmaf(x, d[e], dot);
+    });
 }
 
 // sum += factor d, and to `dots` the parts of the dot products of the rows at `tile` with those of d.
 template <typename T>
-__device__ __forceinline__ void add_product(uint32_t tile, const float (&d)[32], RowPair factor, float *sum,
+__device__ __forceinline__ void add_product(uint32_t tile, const float (&d)[32], RowPair factor, float (&sum)[32],
                                             RowPair &dots) {
-    const Lane p = lane_anew();
-#pragma unroll
-    for (int b = 0; b < 4; ++b) {
-        float x[8];
-        load_block<T>(tile, p, b, x);
-#pragma unroll
-        for (int i = 0; i < 8; ++i) {
-            float &dot = i & 2 ? dots.lower : dots.upper, &total = sum[8 * b + i];
-            dot = fmaf(x[i], d[8 * b + i], dot);
-            total = fmaf(i & 2 ? factor.lower : factor.upper, d[8 * b + i], total);
-        }
-    }
+    for_elements<T>(tile, [&](int e, bool is_lower, float x) {
+        float &dot = is_lower ? dots.lower : dots.upper;
+        dot = fmaf(x, d[e], dot);
+        sum[e] = fmaf(is_lower ? factor.lower : factor.upper, d[e], sum[e]);
+    });
 }
 
 // What to keep of a pair of elements of a diagonal 16 x 16 block, of its two halves on the diagonal: all but those on
@@ -737,16 +729,9 @@ __device__ __forceinline__ void Gradients<T, PanelsK, PanelsV>::finish_rows(cons
         float floor = shape.l2norm == GDELTA_L2NORM_MAX_EPS ? rsqrtf(static_cast<float>(shape.l2norm_eps)) : INFINITY;
         auto along = [&](float r, float dot) { return r >= floor ? 0.0f : r * (r * dot); };
         float upper = along(norm.upper, dots.upper), lower = along(norm.lower, dots.lower);
-#pragma unroll
-        for (int b = 0; b < 4; ++b) {
-            float x[8];
-            load_block<T>(tile, p, b, x);
-#pragma unroll
-            for (int i = 0; i < 8; ++i) {
-                float &dx = d[8 * b + i];
-                dx = (i & 2 ? norm.lower : norm.upper) * fmaf(-(i & 2 ? lower : upper), x[i], dx);
-            }
-        }
+        for_elements<T>(tile, [&](int e, bool is_lower, float x) {
+            d[e] = (is_lower ? norm.lower : norm.upper) * fmaf(-(is_lower ? lower : upper), x, d[e]);
+        });
     }
     with_dtype(out.dtype, [&](auto *type) {
         store_rows<std::remove_pointer_t<decltype(type)>>(out, job.chunk, head, 64 * panel, d);
@@ -821,9 +806,8 @@ __device__ __forceinline__ void Gradients<T, PanelsK, PanelsV>::products(int pan
             dots.lower = table[kRowOutput + p.row + 8] * sum_row(dots.lower);
             if (p.lane % 4 == 0) sums.row_q[panel][p.row] = dots.upper, sums.row_q[panel][p.row + 8] = dots.lower;
 
-                // D2 = y S^T, D3 = w dS'^T.
 #pragma unroll 1
-            for (int second = 0; second < 2; ++second) {
+            for (int second = 0; second < 2; ++second) {  // D2 = y S^T, D3 = w dS'^T
                 if (second) wait(shared.w_full[slot], parity);
                 multiply_state(d, shared_address(second ? shared.w[slot] : shared.y[slot]),
                                shared_address(second ? shared.ds[0] : shared.s[0]) + at);

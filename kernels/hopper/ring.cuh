@@ -77,6 +77,35 @@ __device__ __forceinline__ void for_state(const gdelta_state_view &view, int dim
     }
 }
 
+// put(i, x): a lane's elements of S^T from memory; without an offset zeros, or the identity's.
+template <int PanelsK, typename F>
+__device__ __forceinline__ void load_columns(const gdelta_state_view &view, int64_t offset, bool identity, int dim_v,
+                                             int column, F put) {
+    if (identity || offset < 0) {
+        const Lane p = lane_of_warpgroup();
+#pragma unroll
+        for (int i = 0; i < 32 * PanelsK; ++i) {
+            int k = i / 4 * 8 + p.column + i % 2, v = column + p.row + 8 * (i / 2 % 2);
+            put(i, identity && k == v ? 1.0f : 0.0f);
+        }
+        return;
+    }
+    with_dtype(view.dtype, [&](auto *type) {
+        const auto *from = static_cast<decltype(type)>(view.data) + offset;
+        for_state<PanelsK>(view, dim_v, column, [&](int i, int at) { put(i, to_float(from[at])); });
+    });
+}
+
+// And to memory, get(i).
+template <int PanelsK, typename F>
+__device__ __forceinline__ void store_columns(const gdelta_state_view &view, int64_t offset, int dim_v, int column,
+                                              F get) {
+    with_dtype(view.dtype, [&](auto *type) {
+        auto *to = static_cast<decltype(type)>(view.data) + offset;
+        for_state<PanelsK>(view, dim_v, column, [&](int i, int at) { from_float(get(i), to + at); });
+    });
+}
+
 // S as operand.
 template <typename T, int N>
 __device__ __forceinline__ void pack_state(const float (&s)[2 * N], uint32_t (&a)[N]) {

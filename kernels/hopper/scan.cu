@@ -318,20 +318,8 @@ __device__ __forceinline__ void Scan<T, PanelsK, Halves, Summary>::load_state(fl
         view.dtype = GDELTA_DTYPE_FP32;
         if (!Summary) view.data = summary(true, shared.segment - 1);
     }
-    if (identity || offset < 0) {
-        const Lane p = lane_of_warpgroup();
-#pragma unroll
-        for (int i = 0; i < 32 * PanelsK; ++i) {
-            int k = i / 4 * 8 + p.column + i % 2, v = column + p.row + 8 * (i / 2 % 2);
-            s[i / 32][i % 32] = identity && k == v ? 1.0f : 0.0f;
-        }
-        return;
-    }
-    with_dtype(view.dtype, [&](auto *type) {
-        const auto *from = static_cast<decltype(type)>(view.data) + offset;
-        for_state<PanelsK>(view, call.shape.dim_v, column,
-                           [&](int i, int at) { s[i / 32][i % 32] = to_float(from[at]); });
-    });
+    load_columns<PanelsK>(view, offset, identity, call.shape.dim_v, column,
+                          [&](int i, float x) { s[i / 32][i % 32] = x; });
 }
 
 template <typename T, int PanelsK, int Halves, bool Summary>
@@ -364,11 +352,7 @@ template <typename T, int PanelsK, int Halves, bool Summary>
 __device__ __forceinline__ void Scan<T, PanelsK, Halves, Summary>::put_state(const float (&s)[PanelsK][32], int column,
                                                                              const gdelta_state_view &view,
                                                                              int64_t offset) const {
-    with_dtype(view.dtype, [&](auto *type) {
-        auto *to = static_cast<decltype(type)>(view.data) + offset;
-        for_state<PanelsK>(view, call.shape.dim_v, column,
-                           [&](int i, int at) { from_float(s[i / 32][i % 32], to + at); });
-    });
+    store_columns<PanelsK>(view, offset, call.shape.dim_v, column, [&](int i) { return s[i / 32][i % 32]; });
 }
 
 // Panel by panel of K, so that the tensor cores go on while a panel of S is made an operand: X^T W of the last panels

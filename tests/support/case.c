@@ -739,6 +739,20 @@ bool engine_runs(const test_engine *engine, const test_case *c, gdelta_operation
     return (forward || backward) && c->dtype != GDELTA_DTYPE_FP32 && dims && aligned;
 }
 
+int engine_segments(const test_engine *engine, const test_case *c, gdelta_operation operation) {
+    gdelta_problem problem = case_problem(c);
+    problem.engine = engine->engine;
+    gdelta_plan *plan;
+    if (gdelta_plan_create(&problem, &plan) != GDELTA_OK) return 0;
+    char line[512];
+    gdelta_plan_describe(plan, line, sizeof line);
+    gdelta_plan_destroy(plan);
+    const char *words = ", segments ",
+               *from = operation == GDELTA_OPERATION_BACKWARD ? strstr(line, "(hopper: ") : line;
+    const char *segments = from ? strstr(from, words) : NULL;
+    return segments ? atoi(segments + strlen(words)) : 1;
+}
+
 role_set instance_outputs(const instance *x, gdelta_operation operation) {
     role_set set = 0;
     switch (operation) {

@@ -242,6 +242,10 @@ extern const test_engine test_engines[kEngines];
  */
 bool engine_runs(const test_engine *engine, const test_case *c, gdelta_operation operation);
 
+/* Into how many segments the engine's plan cuts each sequence, as the plan's line says; 1 if it has none, 0 if there is
+ * no plan. */
+int engine_segments(const test_engine *engine, const test_case *c, gdelta_operation operation);
+
 /* What an operation on x writes. */
 role_set instance_outputs(const instance *x, gdelta_operation operation);
 

@@ -43,6 +43,12 @@ static inline instance make_instance(const test_case *c) {
     return x;
 }
 
+/* The hopper engine cuts the case's sequences into segments. */
+static inline void expect_segments(const test_case *c, const test_engine *engine, gdelta_operation operation) {
+    if (engine->engine == GDELTA_ENGINE_HOPPER)
+        cr_assert_gt(engine_segments(engine, c, operation), 1, "%s", case_line(c));
+}
+
 /* A text, the text without its last token and `absent`, and that token, whose initial state is the prefill's final one
  * once the caller has copied it. Of the case's first sequence. */
 typedef struct cut_text {
