@@ -154,8 +154,9 @@ enum {
  * AUTO runs a backward of bf16 on the hopper engine, of shorter sequences than a forward, where the copy engine can
  * take d_o too. Fp16, whose adjoints below 1e-7 are lost there, and GDELTA_GATE_LINEAR go to the recurrent engine
  * unless HOPPER is named, which refuses dg of a linear gate: a decay next to 0 has a gradient that it cannot tell from
- * its roundings. The hopper engine's dg and dbeta of a sequence and head are exact to 1e-2 of their length or, where
- * chance makes their sums small, of the root of the sum of the squares of the products that are summed.
+ * its roundings. The hopper engine's results of a sequence and head are exact to 5e-3 of their length, gradients to
+ * 8e-3, dg and dbeta to 1e-2, to 2e-2 where gates are strong; or, where sums cancel, by chance or because keys are
+ * alike, to that part of the root of the sum of the squares of the products that are summed.
  *
  * Three limits of the hopper engine lie in the numbers, which no call looks at; RECURRENT by name has none of them.
  * Keys must be of about unit length, as l2norm makes them: much longer ones overflow its fp16 inverse, and results are

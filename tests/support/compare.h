@@ -21,15 +21,15 @@ bool compare_slices(slice got, slice want, double tolerance);
 bool compare_slice_bits(slice got, slice want);
 
 /* The same for whole tensors, of equal shapes: every sequence of every role in the set, with the tolerance of the
- * engine, the role and its type. Gradients of gates and betas by an engine that rounds to 16 bits count as no smaller
- * than their natural scale (scales.h). */
+ * engine, the role and its type. On the GPU, where sums cancel, results count as no smaller than a part of their
+ * natural scale (scales.h). */
 bool compare_instances(const instance *got, const instance *want, role_set roles, const test_engine *engine);
 bool compare_bits(const instance *got, const instance *want, role_set roles);
 
 double compare_tolerance(const test_engine *engine, role role, gdelta_dtype dtype);
-/* Whether scales count, and then the least size of a head's gradient. */
+/* Whether scales count, and then the least size of a head's result. */
 bool compare_needs_scales(const test_engine *engine, role role);
-double compare_scale(const instance *scales, role role, int64_t sequence, int64_t head);
+double compare_scale(const instance *scales, const test_engine *engine, role role, int64_t sequence, int64_t head);
 
 /* A set of operations. */
 #define OPERATION(operation) (1u << (operation))

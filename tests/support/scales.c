@@ -9,6 +9,7 @@ enum { kMostDim = 256, kChunkTokens = 64 };
 
 typedef struct token {
     double q[kMostDim], k[kMostDim], v[kMostDim], d_o[kMostDim];
+    double length_q, length_k; /* before the norm, if there is one; else 1 */
     double decay, beta;
     double by_gate, by_beta;     /* of the log decay and of beta, the derivatives by what the tensors hold */
     double by_a_log, by_dt_bias; /* of the log decay */
@@ -16,21 +17,26 @@ typedef struct token {
 
 /* ---- Inputs ---- */
 
-static void read_row(const instance *x, role r, int64_t n, int64_t t, int64_t output_head, double *row) {
-    const test_case *c = &x->c;
+static int64_t head_of(const instance *x, role r, int64_t output_head) {
     int64_t heads = instance_heads(x, r);
-    int64_t head = c->head_map == GDELTA_HEADS_TILED ? output_head % heads : output_head * heads / case_heads_o(c);
+    return x->c.head_map == GDELTA_HEADS_TILED ? output_head % heads : output_head * heads / case_heads_o(&x->c);
+}
+
+static void read_row(const instance *x, role r, int64_t n, int64_t t, int64_t output_head, double *row) {
+    int64_t head = head_of(x, r, output_head);
     for (int64_t d = 0; d < instance_columns(x, r); ++d) {
         row[d] = x->tensor[r].present ? instance_get(x, r, n, t, head, d) : 0;
     }
 }
 
-static void normalise(const test_case *c, double *row) {
+/* Returns what the row was divided by. */
+static double normalise(const test_case *c, double *row) {
     double sum = 0, eps = c->eps > 0 ? c->eps : 1e-6;
-    if (c->l2norm == GDELTA_L2NORM_NONE) return;
+    if (c->l2norm == GDELTA_L2NORM_NONE) return 1;
     for (int d = 0; d < c->dim_k; ++d) sum += row[d] * row[d];
     sum = c->l2norm == GDELTA_L2NORM_ADD_EPS ? sum + eps : fmax(sum, eps);
     for (int d = 0; d < c->dim_k; ++d) row[d] /= sqrt(sum);
+    return sqrt(sum);
 }
 
 static double sigmoid(double x) {
@@ -69,8 +75,8 @@ static void read_token(const instance *x, int64_t n, int64_t t, int64_t head, to
     read_row(x, kK, n, t, head, token->k);
     read_row(x, kV, n, t, head, token->v);
     read_row(x, kDO, n, t, head, token->d_o);
-    normalise(&x->c, token->q);
-    normalise(&x->c, token->k);
+    token->length_q = normalise(&x->c, token->q);
+    token->length_k = normalise(&x->c, token->k);
     read_gate(x, n, t, head, token);
     read_beta(x, n, t, head, token);
 }
@@ -99,47 +105,74 @@ static void update(const test_case *c, const token *token, const double *before,
     }
 }
 
-/* The scales of the log decay's and beta's gradients. ds goes from the gradient of the state after the token, but for
- * what o adds to it, to that of the state before it. */
-static void adjoint(const test_case *c, const token *token, const double *before, const double *missing, double *ds,
-                    double *log_scale, double *beta_scale) {
-    double du[kMostDim] = {0}, parts[kMostDim] = {0}, scale = c->has_scale ? c->scale : 1 / sqrt(c->dim_k), betas = 0,
-           logs = 0;
-    for (int i = 0; i < c->dim_k; ++i) {
-        for (int j = 0; j < c->dim_v; ++j) {
-            ds[i * c->dim_v + j] += scale * token->q[i] * token->d_o[j];
-            double part = token->k[i] * ds[i * c->dim_v + j];
-            du[j] += part;
-            parts[j] += part * part;
-        }
-    }
-    for (int j = 0; j < c->dim_v; ++j) betas += fmax(du[j] * du[j], parts[j]) * missing[j] * missing[j];
-    for (int i = 0; i < c->dim_k; ++i) {
-        for (int j = 0; j < c->dim_v; ++j) {
-            double d = token->decay * (ds[i * c->dim_v + j] - token->k[i] * token->beta * du[j]);
-            double term = d * before[i * c->dim_v + j];
-            logs += term * term;
-            ds[i * c->dim_v + j] = d;
-        }
-    }
-    *log_scale = sqrt(logs);
-    *beta_scale = sqrt(betas);
+/* The squares of a token's scales; of q, k and v those of their gradients, q and k normalised. */
+typedef struct squares {
+    double o[kMostDim], q[kMostDim], k[kMostDim], v[kMostDim], log_decay, beta;
+} squares;
+
+static double square(double x) {
+    return x * x;
 }
 
-static void put(instance *scales, role r, int64_t n, int64_t t, int64_t head, int64_t column, double value) {
-    const instance_tensor *tensor = &scales->tensor[r];
-    if (!tensor->present) return;
-    gdelta_store(scales->after + instance_offset(scales, r, n, t, head, column), tensor->dtype, 0, value);
+/* ds goes from the gradient of the state after the token, but for what o adds to it, to that of the state before it. */
+static void adjoint(const test_case *c, const token *token, const double *before, const double *after,
+                    const double *missing, double *ds, squares *squares) {
+    double du[kMostDim] = {0}, du_square[kMostDim] = {0}, read[kMostDim] = {0};
+    double scale = c->has_scale ? c->scale : 1 / sqrt(c->dim_k);
+    *squares = (struct squares){.beta = 0};
+    for (int i = 0; i < c->dim_k; ++i) {
+        for (int j = 0; j < c->dim_v; ++j) {
+            int64_t at = i * c->dim_v + j;
+            ds[at] += scale * token->q[i] * token->d_o[j];
+            du[j] += token->k[i] * ds[at];
+            du_square[j] += square(token->k[i] * ds[at]);
+            read[j] += token->k[i] * token->decay * before[at];
+            squares->o[j] += square(scale * token->q[i] * after[at]);
+            squares->q[i] += square(scale * token->d_o[j] * after[at]);
+            squares->k[i] += square(ds[at] * token->beta * missing[j]);
+        }
+    }
+    for (int j = 0; j < c->dim_v; ++j) {
+        du_square[j] = fmax(du_square[j], square(du[j]));
+        squares->v[j] = square(token->beta) * du_square[j];
+        squares->beta += du_square[j] * square(missing[j]);
+        squares->log_decay += squares->v[j] * square(read[j]);
+    }
+    for (int i = 0; i < c->dim_k; ++i) {
+        for (int j = 0; j < c->dim_v; ++j) {
+            int64_t at = i * c->dim_v + j;
+            squares->k[i] += square(token->decay * before[at]) * squares->v[j];
+            ds[at] = token->decay * (ds[at] - token->k[i] * token->beta * du[j]);
+            squares->log_decay += square(ds[at] * before[at]);
+        }
+    }
 }
 
-/* One sequence and head; adds to the squares of the parameters' scales. */
-static void replay(instance *scales, int64_t n, int64_t head, double *a_log, double *dt_bias) {
+static void set(instance *scales, role r, int64_t n, int64_t t, int64_t head, int64_t column, double value) {
+    gdelta_store(scales->after + instance_offset(scales, r, n, t, head, column), scales->tensor[r].dtype, 0, value);
+}
+
+static void add(instance *scales, role r, int64_t n, int64_t t, int64_t head, int64_t column, double term) {
+    if (!scales->tensor[r].present) return;
+    set(scales, r, n, t, head, column, instance_get(scales, r, n, t, head, column) + term);
+}
+
+static void add_row(instance *scales, role r, int64_t n, int64_t t, int64_t output_head, const double *terms,
+                    double part) {
+    int64_t head = scales->tensor[r].present ? head_of(scales, r, output_head) : 0;
+    int64_t columns = scales->tensor[r].present ? instance_columns(scales, r) : 0;
+    for (int64_t d = 0; d < columns; ++d) add(scales, r, n, t, head, d, terms[d] * part);
+}
+
+/* One sequence and head. */
+static void replay(instance *scales, int64_t n, int64_t head) {
     const test_case *c = &scales->c;
     int64_t tokens = case_length(c, (int)n), size = (int64_t)c->dim_k * c->dim_v;
-    bool skipped = scales->tensor[kInitial].present && instance_rows(scales, kInitial, n) == 0;
+    if (scales->tensor[kInitial].present && instance_rows(scales, kInitial, n) == 0) return; /* skipped */
     double *states = malloc((size_t)((tokens + 2) * size + tokens * c->dim_v) * sizeof *states);
     double *ds = states + (tokens + 1) * size, *missing = ds + size, chunk_a_log = 0, chunk_dt_bias = 0;
     token token;
+    squares squares;
     read_state(scales, kInitial, n, head, states);
     read_state(scales, kDFinal, n, head, ds);
     for (int64_t t = 0; t < tokens; ++t) {
@@ -147,18 +180,20 @@ static void replay(instance *scales, int64_t n, int64_t head, double *a_log, dou
         update(c, &token, states + t * size, states + (t + 1) * size, missing + t * c->dim_v);
     }
     for (int64_t t = tokens - 1; t >= 0; --t) {
-        double log_scale, beta_scale;
         read_token(scales, n, t, head, &token);
-        adjoint(c, &token, states + t * size, missing + t * c->dim_v, ds, &log_scale, &beta_scale);
-        if (skipped) log_scale = beta_scale = 0;
-        if (token.decay == 0) log_scale = token.by_gate = token.by_a_log = token.by_dt_bias = 0;
-        put(scales, kDG, n, t, head, 0, fabs(token.by_gate) * log_scale);
-        put(scales, kDBeta, n, t, head, 0, token.by_beta * beta_scale);
-        chunk_a_log += fabs(token.by_a_log) * log_scale;
-        chunk_dt_bias += fabs(token.by_dt_bias) * log_scale;
+        adjoint(c, &token, states + t * size, states + (t + 1) * size, missing + t * c->dim_v, ds, &squares);
+        if (token.decay == 0) squares.log_decay = token.by_gate = token.by_a_log = token.by_dt_bias = 0;
+        add_row(scales, kO, n, t, head, squares.o, 1);
+        add_row(scales, kDQ, n, t, head, squares.q, 1 / square(token.length_q));
+        add_row(scales, kDK, n, t, head, squares.k, 1 / square(token.length_k));
+        add_row(scales, kDV, n, t, head, squares.v, 1);
+        add(scales, kDG, n, t, head, 0, square(token.by_gate) * squares.log_decay);
+        add(scales, kDBeta, n, t, head, 0, square(token.by_beta) * squares.beta);
+        chunk_a_log += fabs(token.by_a_log) * sqrt(squares.log_decay);
+        chunk_dt_bias += fabs(token.by_dt_bias) * sqrt(squares.log_decay);
         if (t % kChunkTokens) continue;
-        *a_log += chunk_a_log * chunk_a_log;
-        *dt_bias += chunk_dt_bias * chunk_dt_bias;
+        add(scales, kDALog, 0, 0, 0, head, square(chunk_a_log));
+        add(scales, kDDtBias, 0, 0, 0, head, square(chunk_dt_bias));
         chunk_a_log = chunk_dt_bias = 0;
     }
     free(states);
@@ -166,10 +201,17 @@ static void replay(instance *scales, int64_t n, int64_t head, double *a_log, dou
 
 void scales_create(instance *scales, const instance *x) {
     instance_create_plain(scales, x);
+    for (role r = 0; r < kRoles; ++r) {
+        if (!(SCALED_ROLES & ROLE(r)) || !scales->tensor[r].present) continue;
+        FOR_ELEMENTS(scales, r, n, row, head, column) set(scales, r, n, row, head, column, 0);
+    }
     for (int64_t head = 0; head < case_heads_o(&scales->c); ++head) {
-        double a_log = 0, dt_bias = 0;
-        for (int64_t n = 0; n < scales->c.sequences; ++n) replay(scales, n, head, &a_log, &dt_bias);
-        put(scales, kDALog, 0, 0, 0, head, sqrt(a_log));
-        put(scales, kDDtBias, 0, 0, 0, head, sqrt(dt_bias));
+        for (int64_t n = 0; n < scales->c.sequences; ++n) replay(scales, n, head);
+    }
+    for (role r = 0; r < kRoles; ++r) {
+        if (!(SCALED_ROLES & ROLE(r)) || !scales->tensor[r].present) continue;
+        FOR_ELEMENTS(scales, r, n, row, head, column) {
+            set(scales, r, n, row, head, column, sqrt(instance_get(scales, r, n, row, head, column)));
+        }
     }
 }
