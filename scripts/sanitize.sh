@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# sanitize.sh [BUILD FOLDER]: compute-sanitizer's four tools side by side over small calls of every engine, one line a
-# tool and call. Needs a GPU and a build; the folder has tests/gdelta-replay and bench/gdelta-bench, default build, and
+# sanitize.sh [BUILD FOLDER]: compute-sanitizer's four tools over small calls of every engine, one line a tool and call,
+# GDELTA_SANITIZE_JOBS (default 8) side by side. Needs a GPU and a build; the folder has tests/gdelta-replay and bench/gdelta-bench, default build, and
 # in racecheck/ the same with GDELTA_RACECHECK. That is brought up to date where the folder is one of CMake's; else it
 # must be there.
 # GDELTA_SANITIZE_SECONDS: a call's time limit under a tool, default 120. A call without a verdict counts as a report.
@@ -41,41 +41,40 @@ calls=(
 )
 plain="$bench --op backward --engine hopper --hq 1 --hv 2 --seqlens 70,0,130"
 
-# run_call TOOL CALL GOOD: its line and, unless a line of its log matches GOOD, the log's first reports; false then. All
-# in one write, for the tools' lines mix.
+# run_call TOOL CALL GOOD: its line and, unless a line of its log matches GOOD, the log's first reports; then a file in
+# $logs/reports too. All in one write, for lines of several mix.
 run_call() {
-    local log=$logs/$1.log status text
+    local log status text began=$SECONDS
+    log=$(mktemp "$logs/$1.XXXXXX")
     # shellcheck disable=SC2086 # the words of a call
     timeout "${GDELTA_SANITIZE_SECONDS:-120}" "$sanitizer" --tool "$1" $2 >"$log" 2>&1
     status=$?
-    text=$(printf '%-9s rc=%d %s: %s' "$1" $status "$(grep -o 'SUMMARY: .*' "$log" | tail -n 1)" "${2#"$build"/}")
+    text=$(printf '%-9s rc=%d %d s %s: %s' "$1" $status $((SECONDS - began)) \
+        "$(grep -o 'SUMMARY: .*' "$log" | tail -n 1)" "${2#"$build"/}")
     # rc 1 is a tolerance of replay or bench, which the tests judge: no report.
     if [ $status -le 1 ] && grep -qE "$3" "$log"; then
         echo "$text"
     else
         echo "$text"$'\n'"$(grep '=========' "$log" | head -n "${GDELTA_SANITIZE_LINES:-12}")"
-        false
+        touch "$logs/reports/${log##*/}"
     fi
 }
+export -f run_call
+export logs build sanitizer
+mkdir "$logs/reports"
 
-# run_tool TOOL: the number of calls with reports into $logs/TOOL.reports
-run_tool() {
-    local call reports=0
-    for call in "${calls[@]}"; do
-        [ "$1" = racecheck ] && call=${call/"$build"/"$build/racecheck"}
-        run_call "$1" "$call" 'ERROR SUMMARY: 0 errors|RACECHECK SUMMARY: 0 hazards' || reports=$((reports + 1))
-    done
+# The slowest tool first, its slowest calls, which are the last ones, before the others.
+{
     # The plain build races, to racecheck (ring.cuh says why): where it finds nothing there, it looked at nothing.
-    if [ "$1" = racecheck ] && ! run_call racecheck "$plain" 'RACECHECK SUMMARY: [1-9]'; then
-        reports=$((reports + 1))
-    fi
-    echo $reports >"$logs/$1.reports"
-}
-
-for tool in memcheck racecheck synccheck initcheck; do
-    run_tool $tool &
-done
-wait
-reports=$(($(cat "$logs"/*.reports | paste -sd+)))
+    printf '%s\0' racecheck "$plain" 'RACECHECK SUMMARY: [1-9]'
+    for tool in racecheck memcheck synccheck initcheck; do
+        for ((i = ${#calls[@]} - 1; i >= 0; --i)); do
+            call=${calls[i]}
+            [ $tool = racecheck ] && call=${call/"$build"/"$build/racecheck"}
+            printf '%s\0' $tool "$call" 'ERROR SUMMARY: 0 errors|RACECHECK SUMMARY: 0 hazards'
+        done
+    done
+} | xargs -0 -n 3 -P "${GDELTA_SANITIZE_JOBS:-8}" bash -c 'run_call "$@"' run_call
+reports=$(find "$logs/reports" -type f | wc -l)
 echo "$reports calls with reports"
 [ "$reports" -eq 0 ]

@@ -633,6 +633,7 @@ __global__ void __launch_bounds__(2 * K)
         for (uint64_t &barrier : shared.full) mbarrier_init(shared_address(&barrier), 1);
         fence_barrier_init();
     }
+    __syncthreads();
     grid_wait();
     if (threadIdx.x == 0) {
         for (int p = 1; p < 3 && p < count; ++p) load(p);
