@@ -35,6 +35,7 @@ gdelta_status gdelta_device_status(int error, const char *what) {
 /* The runtime may not be asked for a stream's device during a capture; the driver may be asked for its context. And
  * only the driver encodes tensor maps. Found by name, so that the library loads where there is no driver. */
 static struct {
+    CUresult (*get_context)(CUcontext *);
     CUresult (*stream_get_context)(CUstream, CUcontext *);
     CUresult (*push_context)(CUcontext);
     CUresult (*pop_context)(CUcontext *);
@@ -49,7 +50,8 @@ static void find_driver(void) {
         const char *name;
         unsigned version; /* that the signature above is of: later ones have other arguments */
         void **function;
-    } wanted[] = {{"cuStreamGetCtx", 9020, (void **)&driver.stream_get_context},
+    } wanted[] = {{"cuCtxGetCurrent", 4000, (void **)&driver.get_context},
+                  {"cuStreamGetCtx", 9020, (void **)&driver.stream_get_context},
                   {"cuCtxPushCurrent", 4000, (void **)&driver.push_context},
                   {"cuCtxPopCurrent", 4000, (void **)&driver.pop_context},
                   {"cuTensorMapEncodeTiled", 12000, (void **)&driver.encode_tiled}};
@@ -69,12 +71,21 @@ static gdelta_status need_driver(void) {
     return gdelta_device_status(driver.error, "cudaGetDriverEntryPointByVersion");
 }
 
+/* A thread that has not yet used the runtime has no context; to encode a map the driver needs one. */
+static cudaError_t need_context(void) {
+    CUcontext context = NULL;
+    int device;
+    if (driver.get_context(&context) == CUDA_SUCCESS && context != NULL) return cudaSuccess;
+    cudaError_t error = cudaGetDevice(&device);
+    return error == cudaSuccess ? cudaSetDevice(device) : error;
+}
+
 gdelta_status gdelta_device_enter(gdelta_stream stream, int32_t *compute_capability, bool *entered) {
     *entered = false;
+    gdelta_status status = need_driver();
+    if (status != GDELTA_OK) return status;
     bool own_context = stream != NULL && stream != cudaStreamLegacy && stream != cudaStreamPerThread;
-    if (own_context) { /* else the stream is the current device's */
-        gdelta_status status = need_driver();
-        if (status != GDELTA_OK) return status;
+    if (own_context) {
         CUcontext context;
         CUresult result = driver.stream_get_context(stream, &context);
         if (result == CUDA_SUCCESS) result = driver.push_context(context);
@@ -83,6 +94,9 @@ gdelta_status gdelta_device_enter(gdelta_stream stream, int32_t *compute_capabil
                                (void *)stream, (int)result);
         }
         *entered = true;
+    } else { /* the stream is the current device's */
+        status = gdelta_device_status(need_context(), "cudaSetDevice");
+        if (status != GDELTA_OK) return status;
     }
     int device = 0;
     cudaError_t error = cudaGetDevice(&device);

@@ -1,5 +1,8 @@
 /* CUDA graphs, streams, devices. Every test is a process of its own, so what it captures is the first call in it;
  * strict capture makes an error of any synchronisation and any allocation. */
+#include <pthread.h>
+#include <stdio.h>
+
 #include "support/case.h"
 #include "support/compare.h"
 #include "support/engine_test.h"
@@ -244,6 +247,47 @@ GPU_ENGINE_TEST(graphs, the_current_device_stays, 1) {
         gpu_stream_destroy(stream);
         gpu_use_device(0);
         instance_destroy(&x);
+        instance_destroy(&eager);
+    }
+}
+
+typedef struct thread_call {
+    device_instance d;
+    instance x;
+    gdelta_status status;
+    char sentence[256];
+} thread_call;
+
+static void *call_on_default_stream(void *data) {
+    thread_call *call = data;
+    call->status = device_enqueue(&call->d, &call->x, NULL);
+    snprintf(call->sentence, sizeof call->sentence, "%s", gdelta_last_error());
+    return NULL;
+}
+
+/* A framework's backward may run on a thread of its own, whose first CUDA call is ours: it has no context yet, and the
+ * default stream brings none. */
+GPU_ENGINE_TEST(graphs, the_first_call_of_a_thread, 1) {
+    for (gdelta_operation operation = 0; operation <= GDELTA_OPERATION_STEP; ++operation) {
+        test_case c = dense_case(9);
+        if (!engine_runs(engine, &c, operation)) continue;
+        thread_call call;
+        instance eager;
+        pthread_t thread;
+        instance_create(&call.x, &c);
+        instance_create(&eager, &c);
+        cr_assert(device_create(&call.d, &call.x, engine, operation));
+        device_upload(&call.d, &call.x);
+        cr_assert_eq(pthread_create(&thread, NULL, call_on_default_stream, &call), 0);
+        cr_assert_eq(pthread_join(thread, NULL), 0);
+        cr_assert_eq(call.status, GDELTA_OK, "%s", call.sentence);
+        gpu_stream_finish(NULL);
+        cr_assert(instance_run(&eager, engine, operation));
+        role_set outputs = instance_outputs(&call.x, operation);
+        cr_expect(device_download(&call.d, &call.x) && instance_untouched(&call.x, outputs));
+        cr_expect(compare_bits(&call.x, &eager, outputs));
+        device_destroy(&call.d);
+        instance_destroy(&call.x);
         instance_destroy(&eager);
     }
 }
