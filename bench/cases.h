@@ -24,6 +24,7 @@ typedef struct bench_case {
     int sequences;
     int64_t length[kMaxSequences]; /* step: one entry, the tokens of each of `sequences` */
     int64_t checkpoint_interval;   /* forward; 0: no checkpoints */
+    bool small_workspace;          /* backward: GDELTA_FLAG_SMALL_WORKSPACE */
     bench_gate gate;
     bench_peers peers;
 } bench_case;

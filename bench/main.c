@@ -21,6 +21,7 @@ static void usage(FILE *out) {
         "  --seqlens 4x8192 | 100,200,300   equal lengths run as BSHD, others packed; default 1x8192\n"
         "  --batch N --tokens N             of a step, default 128 and 1\n"
         "  --checkpoint-every N             forward keeps the state after every N tokens, a multiple of 64\n"
+        "  --small-workspace                backward in slices of heads; forward saves no states for it\n"
         "  --gate zero|weak|mild|strong     default mild, logsigmoid(N(0,1)) / 16\n"
         "  --suite quick|h200|decode        many cases instead; --op, --hv, --state-dtype, --batch and --tokens "
         "choose\n"
@@ -216,6 +217,7 @@ static options parse(int count, char **arguments) {
                                           {"state-order", 1, NULL, 'O'},
                                           {"help", 0, NULL, '?'},
                                           {"checkpoint-every", 1, NULL, 'C'},
+                                          {"small-workspace", 0, NULL, 'w'},
                                           {NULL, 0, NULL, 0}};
     opterr = 0;
     int c;
@@ -266,6 +268,9 @@ static options parse(int count, char **arguments) {
                 break;
             case 'C':
                 o.base.checkpoint_interval = number("bad --checkpoint-every", optarg, 1, INT32_MAX);
+                break;
+            case 'w':
+                o.base.small_workspace = true;
                 break;
             case 'g':
                 o.base.gate = choose("unknown --gate", optarg, gates);

@@ -236,6 +236,7 @@ static gdelta_status call(void *context, gdelta_stream stream) {
 static gdelta_problem problem_of(const bench_case *c) {
     gdelta_problem p = {
         .struct_size = sizeof p,
+        .flags = c->small_workspace ? GDELTA_FLAG_SMALL_WORKSPACE : 0,
         .engine = c->engine,
         .heads_q = c->hq,
         .heads_k = case_heads_k(c),

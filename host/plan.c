@@ -126,6 +126,10 @@ static int64_t larger(int64_t a, int64_t b) {
     return a > b ? a : b;
 }
 
+static int64_t smaller(int64_t a, int64_t b) {
+    return a < b ? a : b;
+}
+
 /* ---- Blocks along V and segments, by the times of config.h ---- */
 
 /* Nanoseconds of what is along the chunks. */
@@ -226,18 +230,24 @@ gdelta_status gdelta_plan_create(const gdelta_problem *problem, gdelta_plan **pl
     made->choice = made->backward_choice = (gdelta_hopper_choice){.split_v = 1, .segments = 1};
     bool invariant = problem->flags & GDELTA_FLAG_BATCH_INVARIANT;
     int64_t summaries = invariant ? 0 : gdelta_summary_room(&shape, multiprocessors);
-    /* The hopper engine's backward needs nothing saved. A call of AUTO that it cannot take makes its own states. */
-    bool saves = problem->save_mode == GDELTA_SAVE_STATES && engines.backward == GDELTA_ENGINE_RECURRENT;
+    /* The hopper engine's backward needs nothing saved. A call of AUTO that it cannot take makes its own states, and so
+     * do slices: what is saved has all heads side by side. */
+    bool small = problem->flags & GDELTA_FLAG_SMALL_WORKSPACE;
+    bool saves = problem->save_mode == GDELTA_SAVE_STATES && engines.backward == GDELTA_ENGINE_RECURRENT && !small;
     gdelta_workspace_forward(&shape, &made->step);
     made->forward = made->step;
     if (engines.forward == GDELTA_ENGINE_HOPPER) {
         if (!invariant) made->choice = choose_blocks(&shape, multiprocessors, summaries, predict_forward);
         gdelta_workspace_hopper_forward(&shape, summaries, &made->forward);
     }
-    if (problem->engine != GDELTA_ENGINE_HOPPER) gdelta_workspace_backward(&shape, !saves, &made->backward);
+    made->slices = small ? gdelta_workspace_slices(&shape) : 1;
+    made->slice = gdelta_slice_shape(&shape, made->slices);
+    if (problem->engine != GDELTA_ENGINE_HOPPER) gdelta_workspace_backward(&made->slice, !saves, &made->backward);
     if (engines.backward == GDELTA_ENGINE_HOPPER) {
-        made->backward_choice = choose_blocks(&shape, multiprocessors, summaries, predict_backward);
-        gdelta_workspace_hopper_backward(&shape, summaries, &made->backward);
+        int64_t room = invariant ? 0 : gdelta_summary_room(&made->slice, multiprocessors);
+        if (small) room = smaller(room, gdelta_slice_segments(&made->slice));
+        made->backward_choice = choose_blocks(&made->slice, multiprocessors, room, predict_backward);
+        gdelta_workspace_hopper_backward(&made->slice, room, &made->backward);
     }
     made->saved_bytes = saves ? gdelta_checkpoint_bytes(&shape) : 0;
     *plan = made;
@@ -258,12 +268,13 @@ size_t gdelta_plan_describe(const gdelta_plan *plan, char *text, size_t size) {
     static const char *const layouts[] = {"BSHD", "SBHD", "BHSD", "THD"};
     bool hopper = plan->forward_engine == GDELTA_ENGINE_HOPPER;
     bool hopper_backward = plan->backward_engine == GDELTA_ENGINE_HOPPER;
-    int64_t jobs = s->sequences * s->heads_o;
+    int64_t jobs = s->sequences * s->heads_o, slice_jobs = s->sequences * plan->slice.heads_o;
     int64_t forward = jobs * (hopper ? plan->choice.split_v * plan->choice.segments : gdelta_forward_tiles(s->dim_v));
-    /* Of the kernel that walks along the tokens; hopper: one block up, one down. */
-    int64_t backward = jobs * (hopper_backward ? 2 * plan->backward_choice.split_v * plan->backward_choice.segments
-                                               : gdelta_backward_tiles(s->dim_k, s->dim_v));
-    char tiles[40], backward_tiles[40] = "recurrent";
+    /* Of the kernel that walks along the tokens, in one slice; hopper: one block up, one down. */
+    int64_t backward =
+        slice_jobs * (hopper_backward ? 2 * plan->backward_choice.split_v * plan->backward_choice.segments
+                                      : gdelta_backward_tiles(s->dim_k, s->dim_v));
+    char tiles[40], backward_tiles[40] = "recurrent", slices[24] = "";
     if (hopper) {
         snprintf(tiles, sizeof tiles, "split_v %" PRId32 ", segments %" PRId32, plan->choice.split_v,
                  plan->choice.segments);
@@ -274,14 +285,15 @@ size_t gdelta_plan_describe(const gdelta_plan *plan, char *text, size_t size) {
         snprintf(backward_tiles, sizeof backward_tiles, "hopper: split_v %" PRId32 ", segments %" PRId32,
                  plan->backward_choice.split_v, plan->backward_choice.segments);
     }
+    if (p->flags & GDELTA_FLAG_SMALL_WORKSPACE) snprintf(slices, sizeof slices, ", slices %" PRId32, plan->slices);
     int length = snprintf(text, size,
                           "%s: %s N=%" PRId64 " T=%" PRId64 " rows=%" PRId64 " heads=%" PRId32 "/%" PRId32 "/%" PRId32
                           " K=%" PRId32 " V=%" PRId32 " %s, sm_%" PRId32 " x %" PRId32 ", %s, blocks %" PRId64
-                          " forward, %" PRId64 " backward (%s); workspace %zu forward, %zu backward, saved %zu bytes",
+                          " forward, %" PRId64 " backward (%s%s); workspace %zu forward, %zu backward, saved %zu bytes",
                           hopper ? "hopper" : "recurrent", layouts[p->layout], s->sequences, s->tokens, s->rows,
                           s->heads_q, s->heads_k, s->heads_v, s->dim_k, s->dim_v, gdelta_dtype_name(io_dtype(p)),
                           plan->compute_capability, plan->multiprocessors, tiles, forward, backward, backward_tiles,
-                          plan->forward.bytes, plan->backward.bytes, plan->saved_bytes);
+                          slices, plan->forward.bytes, plan->backward.bytes, plan->saved_bytes);
     return length < 0 ? 0 : (size_t)length;
 }
 

@@ -11,6 +11,8 @@ struct gdelta_plan {
     gdelta_engine forward_engine;                 /* of a forward that saves nothing, where it can take the call */
     gdelta_engine backward_engine;                /* likewise; step and commit are the recurrent engine's */
     gdelta_hopper_choice choice, backward_choice; /* hopper forward and backward */
+    int32_t slices;     /* that a backward takes its heads in: 1 but for GDELTA_FLAG_SMALL_WORKSPACE */
+    gdelta_shape slice; /* of each */
     int32_t compute_capability, multiprocessors;
     gdelta_workspace_table forward, backward, step;
     size_t saved_bytes;

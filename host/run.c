@@ -4,6 +4,7 @@
 #include <stdio.h>
 
 #include "host/device.h"
+#include "host/layout.h"
 #include "host/status.h"
 #include "host/tensor_map.h"
 #include "kernels/launch.h"
@@ -260,17 +261,77 @@ static gdelta_status run_recurrent_backward(const gdelta_plan *plan, const gdelt
     return status;
 }
 
+/* ---- Slices of a backward ---- */
+
+/* One of `count`. Interleaved groups lie side by side, so that a slice's heads do. Tiled ones it takes from every
+ * count-th head: output head i + count h reads (i + count h) mod Hx = i + count (h mod (Hx / count)), which is head h
+ * of the slice reading head h mod (Hx / count). */
+typedef struct slice {
+    int32_t index, count;
+    bool tiled;
+} slice;
+
+/* Of a tensor of `heads` whose heads are `stride` elements apart. */
+static void slice_heads(slice s, int32_t heads, void **data, int64_t *stride, gdelta_dtype dtype) {
+    if (*data == NULL) return;
+    int64_t first = s.tiled ? s.index : (int64_t)s.index * (heads / s.count);
+    *data = (char *)*data + first * *stride * (int64_t)gdelta_dtype_size(dtype);
+    if (s.tiled) *stride *= s.count;
+}
+
+static void slice_view(slice s, int32_t heads, gdelta_view *view) {
+    slice_heads(s, heads, &view->data, &view->head, view->dtype);
+}
+
+static void slice_states(slice s, int32_t heads, gdelta_state_view *view) {
+    slice_heads(s, heads, &view->data, &view->head, view->dtype);
+}
+
+/* The call of a slice: views start at its heads; all else is the whole call's, tables and sequences too. */
+static gdelta_backward_call slice_call(const gdelta_plan *plan, const gdelta_backward_call *call, int32_t index) {
+    gdelta_backward_call part = *call;
+    if (plan->slices == 1) return part;
+    const gdelta_shape *shape = &call->shape;
+    slice s = {index, plan->slices, shape->head_map == GDELTA_HEADS_TILED};
+    part.shape = plan->slice;
+    slice_view(s, shape->heads_q, &part.in.q);
+    slice_view(s, shape->heads_q, &part.dq);
+    slice_view(s, shape->heads_k, &part.in.k);
+    slice_view(s, shape->heads_k, &part.dk);
+    slice_view(s, shape->heads_v, &part.in.v);
+    slice_view(s, shape->heads_v, &part.dv);
+    gdelta_view *of_output[] = {&part.in.g, &part.in.beta, &part.in.a_log, &part.in.dt_bias, &part.d_o,
+                                &part.dg,   &part.dbeta,   &part.da_log,   &part.ddt_bias};
+    for (size_t i = 0; i < sizeof of_output / sizeof *of_output; ++i) slice_view(s, shape->heads_o, of_output[i]);
+    slice_states(s, shape->heads_o, &part.in.initial);
+    slice_states(s, shape->heads_o, &part.d_final);
+    slice_states(s, shape->heads_o, &part.d_initial);
+    return part;
+}
+
+/* Slices are aligned where the whole is, but a tiled one's strides are longer: all have the same. */
+static bool slices_fit(const gdelta_plan *plan, const gdelta_backward_call *call, char *why, size_t size) {
+    gdelta_backward_call first = slice_call(plan, call, 0);
+    return hopper_backward_fits(call, why, size) && hopper_backward_fits(&first, why, size);
+}
+
 gdelta_status gdelta_run_backward(const gdelta_plan *plan, const gdelta_backward_call *call,
                                   const gdelta_buffers *buffers, gdelta_stream stream) {
     gdelta_status status =
         check_buffer("workspace", buffers->workspace, buffers->workspace_bytes, plan->backward.bytes);
     if (status == GDELTA_OK) status = check_buffer("saved", buffers->saved, buffers->saved_bytes, plan->saved_bytes);
     if (status != GDELTA_OK) return status;
-    if (plan->backward_engine != GDELTA_ENGINE_HOPPER || call->shape.rows == 0) { /* as in gdelta_run_forward */
-        return run_recurrent_backward(plan, call, buffers, stream);
-    }
+    bool hopper = plan->backward_engine == GDELTA_ENGINE_HOPPER && call->shape.rows > 0; /* as in gdelta_run_forward */
     char why[256];
-    if (hopper_backward_fits(call, why, sizeof why)) return run_hopper_backward(plan, call, buffers, stream);
-    if (plan->problem.engine == GDELTA_ENGINE_AUTO) return run_recurrent_backward(plan, call, buffers, stream);
-    return refuse_hopper(why);
+    if (hopper && !slices_fit(plan, call, why, sizeof why)) {
+        if (plan->problem.engine != GDELTA_ENGINE_AUTO) return refuse_hopper(why);
+        hopper = false;
+    }
+    /* A slice's kernels wait for the former's, in the stream or by grid_wait, before they write to the workspace. */
+    for (int32_t i = 0; i < plan->slices && status == GDELTA_OK; ++i) {
+        gdelta_backward_call part = slice_call(plan, call, i);
+        status = hopper ? run_hopper_backward(plan, &part, buffers, stream)
+                        : run_recurrent_backward(plan, &part, buffers, stream);
+    }
+    return status;
 }

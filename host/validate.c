@@ -115,8 +115,10 @@ gdelta_status gdelta_validate_problem(const gdelta_problem *p, gdelta_place plac
     REQUIRE(p->struct_size == sizeof *p,
             "problem.struct_size is %" PRIu32 "; this library's gdelta_problem has %zu bytes", p->struct_size,
             sizeof *p);
-    REQUIRE((p->flags & ~(uint32_t)GDELTA_FLAG_BATCH_INVARIANT) == 0,
-            "problem.flags is 0x%" PRIx32 "; only GDELTA_FLAG_BATCH_INVARIANT is known", p->flags);
+    REQUIRE((p->flags & ~(uint32_t)(GDELTA_FLAG_BATCH_INVARIANT | GDELTA_FLAG_SMALL_WORKSPACE)) == 0,
+            "problem.flags is 0x%" PRIx32
+            "; only GDELTA_FLAG_BATCH_INVARIANT and GDELTA_FLAG_SMALL_WORKSPACE are known",
+            p->flags);
     for (size_t i = 0; i < sizeof p->reserved / sizeof *p->reserved; ++i) {
         REQUIRE(p->reserved[i] == 0, "problem.reserved[%zu] is %" PRId32 "; it must be 0", i, p->reserved[i]);
     }

@@ -92,3 +92,38 @@ void gdelta_workspace_hopper_backward(const gdelta_shape *shape, int64_t summari
     take_summaries(shape, 2 * summaries, table);
     if (table->bytes < recurrent) table->bytes = recurrent;
 }
+
+/* ---- Slices ---- */
+
+gdelta_shape gdelta_slice_shape(const gdelta_shape *shape, int32_t slices) {
+    gdelta_shape slice = *shape;
+    slice.heads_q /= slices;
+    slice.heads_k /= slices;
+    slice.heads_v /= slices;
+    slice.heads_o /= slices;
+    return slice;
+}
+
+int64_t gdelta_slice_segments(const gdelta_shape *slice) {
+    return slice->rows / (kChunk * kHopperSegmentChunks) * slice->heads_o;
+}
+
+int32_t gdelta_workspace_slices(const gdelta_shape *shape) {
+    enum { kTokens = 1 << 16, kElementBytes = 2 }; /* a text so long that alignment counts for nothing */
+    gdelta_shape text = *shape;
+    text.packed = 0;
+    text.sequences = 1;
+    text.tokens = text.rows = kTokens;
+    size_t state = (size_t)shape->dim_k * (size_t)shape->dim_v * kElementBytes;
+    size_t most = 2 * chunk_count(&text) * (size_t)shape->heads_o * state;
+    bool hopper = gdelta_is_hopper_dim(shape->dim_k) && gdelta_is_hopper_dim(shape->dim_v);
+    for (int32_t slices = 1; slices < shape->heads_k; ++slices) {
+        if (shape->heads_k % slices != 0) continue;
+        gdelta_shape slice = gdelta_slice_shape(&text, slices);
+        gdelta_workspace_table table;
+        gdelta_workspace_backward(&slice, true, &table);
+        if (hopper) gdelta_workspace_hopper_backward(&slice, gdelta_slice_segments(&slice), &table);
+        if (table.bytes <= most) return slices;
+    }
+    return shape->heads_k;
+}

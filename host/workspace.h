@@ -29,6 +29,15 @@ void gdelta_workspace_backward(const gdelta_shape *shape, bool own_checkpoints, 
  * All but `malformed`, which both have. */
 void gdelta_workspace_hopper_backward(const gdelta_shape *shape, int64_t summaries, gdelta_workspace_table *table);
 
+/* Into how many slices GDELTA_FLAG_SMALL_WORKSPACE cuts a backward's heads: the fewest, each of as many key heads,
+ * whose workspace is at most twice the 16-bit states of all; where no number is enough, one key head each. Follows from
+ * heads, K, V and gate alone, so that sizes never shrink. */
+int32_t gdelta_workspace_slices(const gdelta_shape *shape);
+/* The shape of a slice. */
+gdelta_shape gdelta_slice_shape(const gdelta_shape *shape, int32_t slices);
+/* All segments that a slice's rows may have: with this room for summaries at most, its workspace follows its rows. */
+int64_t gdelta_slice_segments(const gdelta_shape *slice);
+
 /* Bytes of the states that forward leaves every 64 tokens. */
 size_t gdelta_checkpoint_bytes(const gdelta_shape *shape);
 

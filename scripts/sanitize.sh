@@ -22,7 +22,7 @@ logs=$(mktemp -d)
 trap 'rm -rf "$logs"' EXIT
 
 # Small shapes: ragged with an empty sequence, a tail after whole chunks, K and V apart, odd sizes, segments, more
-# pieces than places in a step, checkpoints, more heads than places in a ring, more chunks than blocks.
+# pieces than places in a step, checkpoints, more heads than places in a ring, more chunks than blocks, slices of heads.
 replay="$build/tests/gdelta-replay"
 bench="$build/bench/gdelta-bench --repeats 1"
 calls=(
@@ -38,6 +38,7 @@ calls=(
     "$bench --op backward --engine hopper --hq 1 --hv 1 --seqlens 2048"
     "$bench --op backward --engine hopper --hq 1 --hv 8 --seqlens 130"
     "$bench --op backward --engine hopper --hq 8 --hv 8 --seqlens 1340"
+    "$bench --op backward --engine hopper --hq 4 --hv 8 --seqlens 70,0,130 --small-workspace"
 )
 plain="$bench --op backward --engine hopper --hq 1 --hv 2 --seqlens 70,0,130"
 

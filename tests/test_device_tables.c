@@ -80,6 +80,7 @@ GPU_ENGINE_TEST(device_tables, malformed_cu_seqlens_write_nothing, 1) {
             if (wide && faults[i].value != 1 << 30 && faults[i].value >= 0) continue;
             test_case c = packed_case(engine, variant > 0);
             c.save_mode = i % 2;
+            c.small_workspace = i / 2 % 2; /* two slices of heads, each of which finds the fault */
             for (gdelta_operation operation = 0; operation <= GDELTA_OPERATION_BACKWARD; ++operation) {
                 if (!engine_runs(engine, &c, operation)) continue;
                 instance x = make_fault(&c, i, wide);

@@ -218,28 +218,30 @@ static void expect_growth(const gdelta_problem *smaller, const gdelta_problem *l
     cr_expect(a.forward <= b.forward && a.backward <= b.backward && saved, "%s %lld", what, (long long)value);
 }
 
+/* Two problems that a test asks for in many modes. */
+static void expect_growth_of(gdelta_problem smaller, gdelta_problem larger, int mode, const char *what, int64_t value) {
+    smaller.save_mode = larger.save_mode = mode % 2;
+    smaller.flags = larger.flags = (uint32_t)mode / 2;
+    expect_growth(&smaller, &larger, what, value);
+}
+
 Test(plan, sizes_never_shrink) {
-    for (int mode = GDELTA_SAVE_COMPACT; mode <= GDELTA_SAVE_STATES; ++mode) {
+    for (int mode = 0; mode < 8; ++mode) {
         gdelta_problem a, b;
         for (int64_t n = 1; n < 600; ++n) {
-            a = dense(n, 37), b = dense(n + 1, 37);
-            a.save_mode = b.save_mode = mode;
-            expect_growth(&a, &b, "batch", n);
-            a = dense(3, n - 1), b = dense(3, n);
-            a.save_mode = b.save_mode = mode;
-            expect_growth(&a, &b, "tokens", n);
-            a = packed(n, 300), b = packed(n + 1, 300);
-            a.save_mode = b.save_mode = mode;
-            expect_growth(&a, &b, "sequences", n);
-            a = packed(4, n - 1), b = packed(4, n);
-            a.save_mode = b.save_mode = mode;
-            expect_growth(&a, &b, "total_tokens", n);
+            expect_growth_of(dense(n, 37), dense(n + 1, 37), mode, "batch", n);
+            expect_growth_of(dense(3, n - 1), dense(3, n), mode, "tokens", n);
+            expect_growth_of(packed(n, 300), packed(n + 1, 300), mode, "sequences", n);
+            expect_growth_of(packed(4, n - 1), packed(4, n), mode, "total_tokens", n);
             a = packed(4, 600), b = packed(4, 600); /* 0, not known, counts as total_tokens */
             a.tokens = n, b.tokens = n + 1;
-            a.save_mode = b.save_mode = mode;
-            expect_growth(&a, &b, "longest sequence", n);
+            expect_growth_of(a, b, mode, "longest sequence", n);
             b.tokens = 0;
-            expect_growth(&a, &b, "longest sequence not known", n);
+            expect_growth_of(a, b, mode, "longest sequence not known", n);
+            /* Lengths that may be cut into segments. */
+            expect_growth_of(dense(3, 50 * n), dense(3, 50 * n + 50), mode, "more tokens", n);
+            expect_growth_of(packed(n, 9000), packed(n + 1, 9000), mode, "more sequences", n);
+            expect_growth_of(packed(7, 50 * n), packed(7, 50 * n + 50), mode, "more total_tokens", n);
         }
     }
 }
@@ -320,6 +322,99 @@ Test(plan, zeros_are_the_defaults) {
     describe(&zeros, a);
     describe(&named, b);
     cr_expect_str_eq(a, b);
+}
+
+/* ---- GDELTA_FLAG_SMALL_WORKSPACE ---- */
+
+/* Twice the 16-bit states of 64 tokens each. */
+static size_t twice_states(const gdelta_problem *p) {
+    size_t heads = (size_t)(p->heads_q > p->heads_v ? p->heads_q : p->heads_v);
+    return 2 * chunks_of(p) * heads * (size_t)p->dim_k * (size_t)p->dim_v * 2;
+}
+
+static gdelta_problem part_of(gdelta_problem p, int32_t slices) {
+    p.heads_q /= slices, p.heads_k /= slices, p.heads_v /= slices;
+    return p;
+}
+
+static const struct {
+    int32_t heads_q, heads_k, heads_v, dim_k, dim_v, slices;
+    bool reached; /* twice the states */
+} small[] = {
+    {16, 16, 64, 128, 128, 4, true}, {16, 16, 32, 128, 128, 4, true}, {8, 8, 16, 128, 128, 4, true},
+    {4, 4, 8, 128, 128, 4, true},    {16, 16, 16, 128, 128, 4, true}, {3, 3, 9, 128, 128, 3, true},
+    {6, 6, 12, 128, 128, 3, true},   {7, 7, 7, 128, 128, 7, true},    {2, 2, 8, 128, 128, 2, false},
+    {1, 1, 4, 128, 128, 1, false},   {32, 8, 8, 128, 128, 4, true},   {9, 3, 3, 128, 128, 3, true},
+    {16, 16, 32, 64, 64, 8, true},   {6, 6, 6, 64, 64, 6, true},      {4, 4, 8, 64, 64, 4, false},
+    {8, 8, 16, 64, 128, 4, true},    {4, 4, 4, 128, 64, 4, true},     {8, 2, 2, 128, 64, 2, false},
+    {8, 8, 16, 96, 192, 4, true},    {16, 16, 32, 256, 256, 4, true}, {8, 8, 8, 7, 5, 8, false},
+};
+enum { kSmall = sizeof small / sizeof *small };
+
+/* Dense or packed, with this flag. */
+static gdelta_problem small_problem(int i, int64_t sequences, int64_t tokens, bool thd) {
+    gdelta_problem p = thd ? packed(sequences, sequences * tokens) : dense(sequences, tokens);
+    p.flags = GDELTA_FLAG_SMALL_WORKSPACE;
+    p.heads_q = small[i].heads_q, p.heads_k = small[i].heads_k, p.heads_v = small[i].heads_v;
+    p.dim_k = small[i].dim_k, p.dim_v = small[i].dim_v;
+    return p;
+}
+
+/* That of a problem of so many heads less, at most twice the states where that can be; parts are aligned. */
+Test(plan, small_workspace_is_a_slice) {
+    static const int64_t lengths[] = {0, 1, 64, 100, 1024, 8192, 16384, 32768, 100000};
+    for (int i = 0; i < kSmall; ++i) {
+        for (int mode = 0; mode < 36; ++mode) {
+            bool thd = mode % 2;
+            gdelta_problem p = small_problem(i, mode / 2 % 2 ? 5 : 1, lengths[mode / 4], thd);
+            p.gate = mode % 3 == 2 ? GDELTA_GATE_SOFTPLUS : GDELTA_GATE_LOG;
+            gdelta_problem part = part_of(p, small[i].slices), all = p;
+            all.flags = part.flags = 0;
+            sizes got = sizes_of(&p), one = expected_sizes(&part), whole = sizes_of(&all);
+            cr_expect(thd ? got.backward <= one.backward : got.backward == one.backward, "%d, mode %d: %zu not %zu", i,
+                      mode, got.backward, one.backward);
+            cr_expect_eq(got.forward, whole.forward, "%d, mode %d", i, mode);
+            cr_expect_leq(got.backward, whole.backward, "%d, mode %d", i, mode);
+            if (!small[i].reached) continue;
+            cr_expect_leq(got.backward, twice_states(&p) + 4096, "%d, mode %d: %zu", i, mode, got.backward);
+        }
+    }
+}
+
+/* As few as will do: fewer pass that where there is room for all segments of a long text. */
+Test(plan, small_workspace_has_the_fewest_slices) {
+    char line[kLine], words[24];
+    for (int i = 0; i < kSmall; ++i) {
+        gdelta_problem p = small_problem(i, 2, 16384, false);
+        p.multiprocessors = 65536;
+        describe(&p, line);
+        snprintf(words, sizeof words, ", slices %d); ", (int)small[i].slices);
+        cr_expect_not_null(strstr(line, words), "%d: '%s'", i, line);
+        for (int32_t fewer = 1; fewer < small[i].slices; ++fewer) {
+            if (p.heads_k % fewer) continue;
+            gdelta_problem part = part_of(p, fewer);
+#ifdef GDELTA_HAVE_HOPPER
+            cr_expect_gt(expected_sizes(&part).backward, twice_states(&p), "%d: %d", i, (int)fewer);
+#else
+            (void)part; /* whose hopper engine needs more */
+#endif
+        }
+        p.flags = 0;
+        describe(&p, line);
+        cr_expect_null(strstr(line, "slices"), "%d: '%s'", i, line);
+    }
+}
+
+/* The recurrent engine's states, which forward would leave side by side for all heads. */
+Test(plan, small_workspace_saves_nothing) {
+    for (int gate = GDELTA_GATE_LOG; gate <= GDELTA_GATE_LINEAR; ++gate) {
+        gdelta_problem compact = small_problem(1, 3, 640, false), states = compact;
+        compact.gate = states.gate = gate;
+        states.save_mode = GDELTA_SAVE_STATES;
+        sizes c = sizes_of(&compact), s = sizes_of(&states);
+        cr_expect_eq(s.saved, 0);
+        cr_expect_eq(s.backward, c.backward);
+    }
 }
 
 /* ---- Same problem, same plan; one plan, many threads ---- */

@@ -171,7 +171,8 @@ enum {
 };
 
 /* What forward leaves in `saved` for backward. The hopper engine's backward makes all that it needs from the inputs,
- * faster than it could load it: 0 bytes in both modes. The recurrent engine (gdelta_plan_describe says which it is): */
+ * faster than it could load it: 0 bytes in both modes, as with GDELTA_FLAG_SMALL_WORKSPACE. The recurrent engine
+ * (gdelta_plan_describe says which it is): */
 typedef int32_t gdelta_save_mode;
 enum {
     GDELTA_SAVE_COMPACT = 0, /* 0 bytes; backward recomputes */
@@ -190,7 +191,18 @@ enum {
 enum {
     /* A sequence's bits depend on nothing else in the batch, nor those of forward and step on where a longer text was
      * cut at multiples of 64. */
-    GDELTA_FLAG_BATCH_INVARIANT = 1
+    GDELTA_FLAG_BATCH_INVARIANT = 1,
+
+    /* A backward takes its heads in slices, one after another in the same workspace: as many key heads each, with the
+     * query and value heads that share them, and as few slices as bring the workspace down to twice the 16-bit states
+     * of every 64 tokens and output head, but for some KB of alignment. At K = V = 128 that is 1 KB a token and output
+     * head, instead of 2.2 KB or, with room for the segments of a long text, up to 2.6 KB. 16 key heads make 4 slices
+     * there, of 0.5 to 0.7 KB a token and head of all. Less than 3 key heads, 4 where one of K and V is 64, 6 where
+     * both are, are too few, as some are for K and V that only the recurrent engine takes: then a slice is one key
+     * head. Costs speed where the heads of a slice do not fill the GPU. Gradients have the bits that they have without,
+     * but where texts are cut into segments, for the plan cuts for a slice. Forward saves nothing for backward,
+     * whatever save_mode says. */
+    GDELTA_FLAG_SMALL_WORKSPACE = 2
 };
 
 /* Everything that fixes shapes and arithmetic; no pointers.
@@ -333,10 +345,11 @@ GDELTA_API size_t gdelta_plan_describe(const gdelta_plan *plan, char *text, size
 /* Bytes of scratch that one call of `operation` needs; may be 0. Exact, no hidden allocation besides; it never shrinks
  * when batch, tokens, sequences or total_tokens grow, as long as chunks of 64 tokens times output heads stay below
  * 2^31, where AUTO leaves the hopper engine. At K = V = 128 forward takes next to nothing on the recurrent engine and
- * about 0.4 KB a token and output head on the hopper engine, backward about 2.2 KB on either. The hopper engine counts
- * whole chunks, B * ceil(T / 64) or, with THD, total_tokens / 64 + N: a sequence of few tokens takes what 64 take. The
- * buffer must be aligned to 256 bytes; its contents need no initialisation and do not outlive the call.
- * INVALID_ARGUMENT; UNSUPPORTED where the operation is. */
+ * about 0.4 KB a token and output head on the hopper engine, backward about 2.2 KB on either;
+ * GDELTA_FLAG_SMALL_WORKSPACE makes that 1 KB at most, where heads can be sliced. The hopper engine counts whole
+ * chunks, B * ceil(T / 64) or, with THD, total_tokens / 64 + N: a sequence of few tokens takes what 64 take. The buffer
+ * must be aligned to 256 bytes; its contents need no initialisation and do not outlive the call. INVALID_ARGUMENT;
+ * UNSUPPORTED where the operation is. */
 GDELTA_API gdelta_status gdelta_plan_workspace_size(const gdelta_plan *plan, gdelta_operation operation, size_t *bytes);
 
 /* Bytes that forward leaves for backward, for the problem's save_mode; may be 0, and is with the hopper engine. Aligned

@@ -7,7 +7,8 @@
  *   - what is launched is good: sizes, strides, alignment, grids, as the kernels take them for granted;
  *   - every part of workspace and saved buffer, with the size that kernels/launch.h gives, lies in the plan's bytes,
  * and none overlaps another; parts are written, in memory of exactly these bytes;
- *   - plan sizes never shrink;
+ *   - every output head is in one launch of a backward, with the heads that it reads;
+ *   - plan sizes never shrink, and GDELTA_FLAG_SMALL_WORKSPACE keeps its word;
  *   - the CPU reference touches nothing but what strides and tables say: each tensor has memory of exactly its span. */
 #define _POSIX_C_SOURCE 200112L /* posix_memalign */
 #include <stdbool.h>
@@ -18,6 +19,7 @@
 #include <gdelta/reference.h>
 
 #include "host/device.h"
+#include "host/layout.h"
 #include "kernels/config.h"
 #include "kernels/launch.h"
 
@@ -88,6 +90,8 @@ static void poke(void *data, size_t size) {
 
 /* ---- The device, and what is launched on it ---- */
 
+enum { kMostHeads = 64 };
+
 static struct {
     char *workspace, *saved;
     size_t workspace_bytes, saved_bytes;
@@ -97,6 +101,9 @@ static struct {
         char *begin, *end;
     } part[16];
     int parts, launches;
+    const gdelta_problem *problem;
+    const gdelta_backward_args *backward;
+    int seen[kMostHeads]; /* backwards that were launched for an output head */
 } device;
 
 bool gdelta_device_query(int32_t *compute_capability, int32_t *multiprocessors) {
@@ -239,9 +246,98 @@ int gdelta_launch_recurrent_commit(const gdelta_commit_call *call, gdelta_stream
     return 0;
 }
 
+/* The head of the caller's tensor, whose heads are `stride` apart, that is head h of a launch. */
+static int64_t head_number(const void *whole, int64_t stride, int64_t heads, const void *data, gdelta_dtype dtype,
+                           int64_t step, int64_t h) {
+    if (heads == 1) {
+        HOLD(data == whole && h == 0);
+        return 0;
+    }
+    wide bytes = (wide)(uintptr_t)data - (wide)(uintptr_t)whole, unit = (wide)stride * (wide)element_size(dtype);
+    HOLD(stride > 0 && bytes >= 0 && bytes % unit == 0 && step % stride == 0);
+    return (int64_t)(bytes / unit) + h * (step / stride);
+}
+
+static int64_t tensor_head(const gdelta_shape *s, const gdelta_tensor *whole, int64_t heads, int64_t dim,
+                           const gdelta_view *view, int64_t h) {
+    int64_t stride[4];
+    const int64_t extent[4] = {s->packed ? 1 : s->sequences, s->packed ? s->rows : s->tokens, heads, dim},
+                  zero[4] = {0};
+    memcpy(stride, whole->stride, sizeof stride);
+    if (memcmp(stride, zero, sizeof zero) == 0) gdelta_layout_strides(device.problem->layout, extent, stride);
+    return head_number(whole->data, stride[2], heads, view->data, view->dtype, view->head, h);
+}
+
+static int64_t vector_head(const gdelta_tensor *whole, int64_t heads, const gdelta_view *view, int64_t h) {
+    int64_t stride = whole->stride[2] ? whole->stride[2] : 1;
+    return head_number(whole->data, stride, heads, view->data, view->dtype, view->head, h);
+}
+
+static int64_t state_head(const void *whole, int64_t stride, const gdelta_problem *p, int64_t heads,
+                          const gdelta_state_view *view, int64_t h) {
+    if (stride == 0) stride = (int64_t)p->dim_k * p->dim_v;
+    return head_number(whole, stride, heads, view->data, view->dtype, view->head, h);
+}
+
+/* Of `heads` heads, the one that output head `o` of `outputs` reads. */
+static int64_t head_read(const gdelta_problem *p, int64_t o, int64_t outputs, int64_t heads) {
+    return p->head_map == GDELTA_HEADS_TILED ? o % heads : o / (outputs / heads);
+}
+
+/* The heads of a launch are the caller's, each with those that it reads. */
+static void hold_heads(const gdelta_backward_call *call) {
+    const gdelta_shape *s = &call->shape;
+    const gdelta_problem *p = device.problem;
+    const gdelta_backward_args *a = device.backward;
+    int64_t outputs = p->heads_q > p->heads_v ? p->heads_q : p->heads_v;
+    if (s->rows == 0 || outputs > kMostHeads) return;
+    for (int64_t h = 0; h < s->heads_o; ++h) {
+        int64_t q = head_read(p, h, s->heads_o, s->heads_q), k = head_read(p, h, s->heads_o, s->heads_k);
+        int64_t v = head_read(p, h, s->heads_o, s->heads_v);
+        int64_t o = p->heads_v == outputs ? tensor_head(s, &a->v, p->heads_v, p->dim_v, &call->in.v, h)
+                                          : tensor_head(s, &a->q, p->heads_q, p->dim_k, &call->in.q, h);
+        HOLD(o >= 0 && o < outputs);
+        ++device.seen[o];
+        const struct {
+            const gdelta_tensor *whole;
+            const gdelta_view *view;
+            int64_t h, heads, dim;
+        } tensors[] = {{&a->q, &call->in.q, q, p->heads_q, p->dim_k},
+                       {&a->dq, &call->dq, q, p->heads_q, p->dim_k},
+                       {&a->k, &call->in.k, k, p->heads_k, p->dim_k},
+                       {&a->dk, &call->dk, k, p->heads_k, p->dim_k},
+                       {&a->v, &call->in.v, v, p->heads_v, p->dim_v},
+                       {&a->dv, &call->dv, v, p->heads_v, p->dim_v},
+                       {&a->d_o, &call->d_o, h, outputs, p->dim_v},
+                       {&a->g, &call->in.g, h, outputs, 1},
+                       {&a->dg, &call->dg, h, outputs, 1},
+                       {&a->beta, &call->in.beta, h, outputs, 1},
+                       {&a->dbeta, &call->dbeta, h, outputs, 1}};
+        for (size_t i = 0; i < sizeof tensors / sizeof *tensors; ++i) {
+            HOLD((tensors[i].whole->data != NULL) == (tensors[i].view->data != NULL));
+            if (tensors[i].view->data == NULL) continue;
+            int64_t number =
+                tensor_head(s, tensors[i].whole, tensors[i].heads, tensors[i].dim, tensors[i].view, tensors[i].h);
+            HOLD(number == head_read(p, o, outputs, tensors[i].heads));
+        }
+        const gdelta_tensor *vectors[] = {&a->a_log, &a->dt_bias, &a->da_log, &a->ddt_bias};
+        const gdelta_view *views[] = {&call->in.a_log, &call->in.dt_bias, &call->da_log, &call->ddt_bias};
+        for (int i = 0; i < 4; ++i) HOLD(!views[i]->data || vector_head(vectors[i], outputs, views[i], h) == o);
+        const gdelta_state_view *first = &call->in.initial;
+        HOLD(!first->data || state_head(a->initial_state.data, a->initial_state.stride[1], p, outputs, first, h) == o);
+        const gdelta_tensor *gradients[] = {&a->d_final_state, &a->d_initial_state};
+        const gdelta_state_view *states[] = {&call->d_final, &call->d_initial};
+        for (int i = 0; i < 2; ++i) {
+            HOLD(!states[i]->data ||
+                 state_head(gradients[i]->data, gradients[i]->stride[1], p, outputs, states[i], h) == o);
+        }
+    }
+}
+
 static void hold_backward(const gdelta_backward_call *call) {
     const gdelta_shape *s = &call->shape;
     hold_call(s, &call->in);
+    hold_heads(call);
     HOLD((wide)s->sequences * s->heads_o * gdelta_backward_tiles(s->dim_k, s->dim_v) <= INT32_MAX);
     HOLD(s->rows == 0 || call->d_o.data || call->d_final.data);
     hold_view(s, &call->d_o, s->heads_o, s->dim_v);
@@ -348,12 +444,13 @@ static void *address(void) {
 }
 
 static gdelta_problem make_problem(gdelta_operation operation) {
-    static const int32_t heads[][3] = {{1, 1, 1}, {1, 1, 2}, {2, 2, 4}, {4, 2, 2}, {3, 1, 1}, {1, 1, 3}};
+    static const int32_t heads[][3] = {{1, 1, 1}, {1, 1, 2}, {2, 2, 4}, {4, 2, 2}, {3, 1, 1},
+                                       {1, 1, 3}, {4, 4, 8}, {8, 4, 4}, {6, 6, 6}};
     static const int32_t dims[] = {64, 128, 64, 128, 1, 2, 7, 16, 33, 129, 256};
-    int h = below(6);
+    int h = below(9);
     bool step = operation >= GDELTA_OPERATION_STEP;
     gdelta_problem p = {.struct_size = sizeof p, .layout = below(step ? 3 : 4), .engine = below(3)};
-    p.flags = below(4) == 3;
+    p.flags = below(2) ? (uint32_t)below(4) : 0;
     if (p.layout == GDELTA_LAYOUT_THD) {
         p.sequences = 1 + below(5);
         p.total_tokens = 199 - below(200);
@@ -494,6 +591,14 @@ static void set_state(gdelta_state *state, const gdelta_problem *p, sizes s, int
     has_memory = has_memory && state->data != NULL;
 }
 
+static void set_state_gradient(gdelta_tensor *t, const gdelta_problem *p, sizes s) {
+    gdelta_state state = {.data = NULL};
+    set_state(&state, p, s, s.sequences);
+    t->data = state.data;
+    t->dtype = state.dtype;
+    memcpy(t->stride, state.stride, sizeof t->stride);
+}
+
 typedef union any_args {
     gdelta_forward_args forward;
     gdelta_backward_args backward;
@@ -565,6 +670,8 @@ static void make_backward(gdelta_backward_args *a, const gdelta_problem *p, size
     if (a->beta.data && below(4) != 3) set_tensor(&a->dbeta, p, s, s.heads_o, 1, beta_type(p));
     if (a->a_log.data && below(2)) set_vector(&a->da_log, p, s);
     if (a->dt_bias.data && below(2)) set_vector(&a->ddt_bias, p, s);
+    if (below(4) == 3) set_state_gradient(&a->d_final_state, p, s);
+    if (below(4) == 3) set_state_gradient(&a->d_initial_state, p, s);
 }
 
 static void make_step(gdelta_step_args *a, const gdelta_problem *p, sizes s) {
@@ -643,6 +750,17 @@ static char *buffer(size_t bytes) {
     return blocks[block_count++] = data;
 }
 
+/* What gdelta.h says of GDELTA_FLAG_SMALL_WORKSPACE and K, V that the hopper engine takes; 4 KB: alignment. */
+static void hold_small(const gdelta_problem *p, size_t bytes) {
+    bool tiles = (p->dim_k == 64 || p->dim_k == 128) && (p->dim_v == 64 || p->dim_v == 128);
+    int32_t least = p->dim_k + p->dim_v == 256 ? 3 : p->dim_k + p->dim_v == 192 ? 4 : 6;
+    if (!(p->flags & GDELTA_FLAG_SMALL_WORKSPACE) || !tiles || p->heads_k < least) return;
+    bool packed = p->layout == GDELTA_LAYOUT_THD;
+    wide chunks = packed ? p->total_tokens / 64 + (wide)p->sequences : p->batch * (((wide)p->tokens + 63) / 64);
+    wide heads = p->heads_q > p->heads_v ? p->heads_q : p->heads_v;
+    HOLD(bytes <= 2 * chunks * heads * p->dim_k * p->dim_v * 2 + 4096);
+}
+
 /* Sizes of a plan with more tokens or sequences are no smaller. */
 static void hold_growth(const gdelta_problem *p, size_t bytes, gdelta_operation operation) {
     gdelta_problem more = *p;
@@ -677,8 +795,11 @@ static void run_device(const gdelta_problem *p, any_args *args, gdelta_operation
     hold_status(status);
     HOLD(gdelta_plan_saved_size(plan, &saved) == GDELTA_OK);
     if (status == GDELTA_OK) hold_growth(p, workspace, operation);
+    if (operation == GDELTA_OPERATION_BACKWARD) hold_small(p, workspace);
     device.real = workspace <= kMostBytes && saved <= kMostBytes;
     device.automatic = p->engine == GDELTA_ENGINE_AUTO;
+    device.problem = p;
+    device.backward = &args->backward;
     device.workspace_bytes = workspace;
     device.saved_bytes = saved;
     device.workspace = buffer(workspace);
@@ -697,6 +818,11 @@ static void run_device(const gdelta_problem *p, any_args *args, gdelta_operation
     hold_status(status);
     HOLD(status == GDELTA_OK || device.launches == 0);
     HOLD(memcmp(&same, args, sizeof same) == 0);
+    int32_t outputs = p->heads_q > p->heads_v ? p->heads_q : p->heads_v;
+    bool rows = p->layout == GDELTA_LAYOUT_THD ? p->total_tokens > 0 : p->tokens > 0;
+    for (int32_t o = 0; operation == GDELTA_OPERATION_BACKWARD && o < outputs && outputs <= kMostHeads; ++o) {
+        HOLD(device.seen[o] == (status == GDELTA_OK && rows));
+    }
     if (status == GDELTA_OK && workspace > 0) {
         int launches = device.launches;
         device.workspace_bytes = workspace - 1 - byte() % workspace;

@@ -137,7 +137,8 @@ gdelta_problem case_problem(const test_case *c) {
     bool packed = c->layout == GDELTA_LAYOUT_THD;
     return (gdelta_problem){
         .struct_size = sizeof(gdelta_problem),
-        .flags = c->batch_invariant ? GDELTA_FLAG_BATCH_INVARIANT : 0,
+        .flags = (c->batch_invariant ? GDELTA_FLAG_BATCH_INVARIANT : 0) |
+                 (c->small_workspace ? GDELTA_FLAG_SMALL_WORKSPACE : 0),
         .layout = c->layout,
         .engine = c->engine,
         .batch = packed ? 0 : c->sequences,
@@ -216,6 +217,7 @@ const char *case_line(const test_case *c) {
     if (c->several_slots) append(line, sizeof line, c->one_pool ? " one-pool" : " several-slots");
     if (c->accumulate) append(line, sizeof line, " accumulate");
     if (c->batch_invariant) append(line, sizeof line, " batch-invariant");
+    if (c->small_workspace) append(line, sizeof line, " small-workspace");
     if (c->index64) append(line, sizeof line, " int64");
     if (c->host_tables) append(line, sizeof line, " host-tables");
     if (c->absent) {

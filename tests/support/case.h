@@ -119,6 +119,7 @@ typedef struct test_case {
     bool interleaved; /* g and beta are every other element of one tensor */
 
     bool batch_invariant; /* GDELTA_FLAG_BATCH_INVARIANT */
+    bool small_workspace; /* GDELTA_FLAG_SMALL_WORKSPACE */
 
     int64_t slot_count; /* states in pools of so many entries; 0: no slots */
     int64_t initial_slots[kMaxSequences], final_slots[kMaxSequences];

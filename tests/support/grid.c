@@ -203,6 +203,7 @@ test_case grid_case(grid grid, int i) {
     choose_roles(&c, i);
     choose_several(&c, i);
     c.batch_invariant = draw(i, "batch_invariant", 4) == 0;
+    c.small_workspace = draw(i, "small_workspace", 3) == 0;
     return c;
 }
 
