@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # sanitize.sh [BUILD FOLDER]: compute-sanitizer's four tools over small calls of every engine, one line a tool and call,
-# GDELTA_SANITIZE_JOBS (default 8) side by side. Needs a GPU and a build; the folder has tests/gdelta-replay and bench/gdelta-bench, default build, and
-# in racecheck/ the same with GDELTA_RACECHECK. That is brought up to date where the folder is one of CMake's; else it
-# must be there.
+# GDELTA_SANITIZE_JOBS (default 8) side by side. Needs a GPU and a build; the folder has tests/gdelta-replay and
+# bench/gdelta-bench, default build, and in racecheck/ the same with GDELTA_RACECHECK. That is brought up to date where
+# the folder is one of CMake's; else it must be there.
 # GDELTA_SANITIZE_SECONDS: a call's time limit under a tool, default 120. A call without a verdict counts as a report.
 # Exit status: 0 if there were no reports.
 set -uo pipefail
