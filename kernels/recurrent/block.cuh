@@ -20,13 +20,14 @@ constexpr int kStateBarrier = 1;  // of the warps that hold a state
 template <int Width>
 constexpr int kBlockColumns = Width <= 128 ? kForwardColumns : kForwardColumns / 2;
 
-template <int Width, typename T, bool Vk>
+// Columns: of V, of the widest block.
+template <int Width, typename T, bool Vk, int Columns = kBlockColumns<Width>>
 struct StateBlock {
     using Lanes = Tile<Width, kForwardLaneColumns>;
     static constexpr int kChunk = 16 / sizeof(T);  // elements
-    static constexpr int kRowChunks = (Vk ? Width : kBlockColumns<Width>) / kChunk;
+    static constexpr int kRowChunks = (Vk ? Width : Columns) / kChunk;
     static constexpr int kRow = 16 * kRowChunks;  // bytes
-    static constexpr int kBytes = Width * kBlockColumns<Width> * sizeof(T);
+    static constexpr int kBytes = Width * Columns * sizeof(T);
     static constexpr int kCopied = Vk ? 32 / (kRowChunks < 32 ? kRowChunks : 32) : 2 * kChunk;  // rows at a time
     // Chunks that the lanes of one access take in one row: 8 lanes of 16 bytes, 16 of 8.
     static constexpr int kSide = !Vk && sizeof(T) == 4 ? 4 : 2;
@@ -94,9 +95,11 @@ struct StateBlock {
             }
     }
 
-    // From device memory, all at once; the thread that has waited for its copies has only its own.
-    __device__ __forceinline__ void fetch() const {
-        for_chunks([](unsigned char *place, const T *from, bool inside) { copy_async(place, from, inside); });
+    // From device memory, all at once; zeros if there is no state. The thread that has waited for its copies has only
+    // its own.
+    __device__ __forceinline__ void fetch(bool there) const {
+        for_chunks(
+            [there](unsigned char *place, const T *from, bool inside) { copy_async(place, from, there && inside); });
     }
 
     __device__ __forceinline__ void take(TilePlace p, int first_column, Lanes &s) const {
@@ -104,6 +107,16 @@ struct StateBlock {
 #pragma unroll
             for (int n = 0; n < 4; ++n) s.x[i][j + (Vk ? n : 0)][c + (Vk ? 0 : n)] = to_float(pack.x[n]);
         });
+    }
+
+    // Straight from a lane to device memory: a pack of for_packs.
+    __device__ __forceinline__ void put(TilePlace p, int first_column, int i, int j, int c,
+                                        const Pack<T, 4> &pack) const {
+        int column = p.column - first_column, row = 32 * i + 4 * p.lane_k;
+        int along = Vk ? column + c : row + j, across = Vk ? row : column;  // rows and elements as they lie in memory
+        if (along < rows && across < columns) {
+            store_pack(reinterpret_cast<Pack<T, 4> *>(global + along * pitch + across), pack);
+        }
     }
 
     // Back, by way of the same places: those that meet in a row have all put their packs there. Afterwards this thread

@@ -222,7 +222,7 @@ __global__ void __launch_bounds__(2 * kForwardColumns + 32 * kStepServers, step_
     auto fetch = [&](unsigned turn, unsigned piece, const StepJob &job) {
         const Sequence &sequence = job.at.sequence;
         if (piece < plan.pieces && !sequence.skip && sequence.initial >= 0) {
-            state(turn, call.in.initial, sequence.initial, job.first_column).fetch();
+            state(turn, call.in.initial, sequence.initial, job.first_column).fetch(true);
         }
         end_copy_group();
     };
@@ -260,6 +260,79 @@ __global__ void __launch_bounds__(2 * kForwardColumns + 32 * kStepServers, step_
     }
 }
 
+// ---- One token ----
+
+// Columns of V of a block: 128 bytes of a row of the state.
+template <typename T>
+constexpr int kDecodeColumns = 128 / sizeof(T);
+
+template <int Width, typename T, bool Vk>
+__global__ void __launch_bounds__(32 * kDecodeColumns<T> / kForwardWarpColumns, sizeof(T) == 4 ? 12 : 8)
+    recurrent_decode(const __grid_constant__ gdelta_forward_call call, const int32_t *malformed, unsigned tiles) {
+    using State = StateBlock<Width, T, Vk, kDecodeColumns<T>>;
+    __shared__ __align__(128) unsigned char places[State::kBytes];
+    __shared__ StagedRow<Width> row;
+    const gdelta_shape &shape = call.shape;
+    wait_for_grids();
+    if (is_malformed(malformed)) return;
+    BlockPlace block = block_place(shape, tiles);
+    Job at;
+    at.sequence = find_tokens(shape, call.in, block.n);
+    Forward<Width> f = {call, at, block.head, block.first_column};
+    bool there = at.sequence.length > 0, stages = there && threadIdx.x < 32;
+    ForwardRow<Width> fetched;
+    GateBits gate;
+    if (stages) {
+        find_rows(shape, call.in, at.sequence, f.head, at);
+        gate.load(call.in, f.head);
+        f.load(at, 0, fetched);
+    }
+    find_states(shape, call.in, call.final, block.n, f.head, block.reporter, at.sequence);
+    int warps = static_cast<int>(blockDim.x / 32);
+    auto state_of = [&](const gdelta_state_view &view, int64_t offset) {
+        return State(places, warps, view, offset, f.first_column, shape.dim_k, shape.dim_v);
+    };
+    state_of(call.in.initial, at.sequence.initial).fetch(!at.sequence.skip && at.sequence.initial >= 0);
+    end_copy_group();
+    if (stages) f.store(fetched, row, gate.parameters(call.in));
+    at.o = first_of(call.o, at.sequence, f.head);
+    wait_copy_groups<0>();
+    __syncthreads();
+    TilePlace p = tile_place<f.kColumns>(f.first_column);
+    if (at.sequence.skip) {
+        if (there) f.write_o(p, 0, 0.0f);
+        return;
+    }
+    float u[f.kColumns] = {}, k[4], q[4];
+    State state = state_of(call.final, at.sequence.final);
+    if (there) {
+        float sums[2 * f.kColumns] = {}, *sk = sums, *sq = sums + f.kColumns;
+        state.for_packs(p, f.first_column, [&](int i, int j, int c, const Pack<T, 4> &pack) {
+            load_four(row.k, i, p, k);
+            load_four(row.q, i, p, q);
+#pragma unroll
+            for (int n = 0; n < 4; ++n) {
+                float x = to_float(pack.x[n]), y = k[Vk ? n : j], z = q[Vk ? n : j];
+                sk[Vk ? c : n] = fmaf(x, y, sk[Vk ? c : n]);
+                sq[Vk ? c : n] = fmaf(x, z, sq[Vk ? c : n]);
+            }
+        });
+        f.finish(row, p, 0, sums, u);
+    }
+    if (at.sequence.final < 0) return;
+    float e = there ? row.decay : 1.0f;
+    state.for_packs(p, f.first_column, [&](int i, int j, int c, const Pack<T, 4> &pack) {
+        load_four(row.k, i, p, k);
+        Pack<T, 4> out = pack;
+#pragma unroll
+        for (int n = 0; n < 4; ++n) {
+            float x = fmaf(k[Vk ? n : j], u[Vk ? c : n], e * to_float(pack.x[n]));
+            if (there) from_float(x, &out.x[n]);
+        }
+        state.put(p, f.first_column, i, j, c, out);
+    });
+}
+
 // Whether the state lies in whole chunks of 16 bytes.
 template <typename T>
 static bool has_chunks(const gdelta_state_view &view, const gdelta_shape &shape) {
@@ -277,6 +350,14 @@ static cudaError_t launch_long(const gdelta_forward_call &call, const gdelta_rec
 }
 
 template <int Width, typename T>
+static cudaError_t launch_decode(const gdelta_forward_call &call, const gdelta_recurrent_work &work, bool few, bool vk,
+                                 gdelta_stream stream) {
+    Launch launch(call.shape, warps_of(call.shape, kDecodeColumns<T> / (few ? 2 : 1)), 0, stream);
+    auto *kernel = vk ? recurrent_decode<Width, T, true> : recurrent_decode<Width, T, false>;
+    return cudaLaunchKernelEx(&launch.config, kernel, call, work.malformed, launch.tiles);
+}
+
+template <int Width, typename T>
 static cudaError_t launch_step(const gdelta_forward_call &call, const gdelta_recurrent_work &work,
                                gdelta_stream stream) {
     const gdelta_shape &shape = call.shape;
@@ -286,6 +367,8 @@ static cudaError_t launch_step(const gdelta_forward_call &call, const gdelta_rec
     if (plan.bytes() > kStepMostShared || !has_chunks<T>(call.in.initial, shape) || !has_chunks<T>(call.final, shape)) {
         return launch_long<Width>(call, work, stream);
     }
+    bool vk = (call.in.initial.data ? call.in.initial : call.final).order == GDELTA_STATE_VK;
+    if (shape.tokens == 1) return launch_decode<Width, T>(call, work, few, vk, stream);
     Launch launch(shape, plan.warps, static_cast<size_t>(plan.bytes()), stream);
     plan.pieces = launch.config.gridDim.x;
     plan.tiles = launch.tiles;
@@ -296,7 +379,6 @@ static cudaError_t launch_step(const gdelta_forward_call &call, const gdelta_rec
     auto most = static_cast<unsigned>(blocks * launch.attribute_of(cudaDevAttrMultiProcessorCount));
     if (launch.config.gridDim.x > most) launch.config.gridDim.x = most;
     launch.config.blockDim.x += 32 * kStepServers;
-    bool vk = (call.in.initial.data ? call.in.initial : call.final).order == GDELTA_STATE_VK;
     auto *kernel = vk ? recurrent_step<Width, T, true> : recurrent_step<Width, T, false>;
     if (plan.bytes() > 48 * 1024) {  // what a kernel has without being asked
         cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, plan.bytes());

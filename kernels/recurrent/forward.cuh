@@ -143,8 +143,6 @@ struct Forward {
     __device__ __forceinline__ float token(Tile<Width, kColumns> &s, TilePlace p, const StagedRow<Width> &row,
                                            int64_t t) const {
         float sums[2 * kColumns] = {}, *sk = sums, *sq = sums + kColumns;
-        float v = row.v[p.column - first_column + p.lane_k % kColumns];
-        float e = row.decay, beta = row.beta, kq = row.kq, scale = static_cast<float>(call.shape.scale);
 #pragma unroll
         for (int i = 0; i < s.kGroups; ++i) {
             float k[4], q[4];
@@ -158,13 +156,22 @@ struct Forward {
                     sq[c] = fmaf(s.x[i][j][c], q[j], sq[c]);
                 }
         }
+        float u[kColumns], mine = finish(row, p, t, sums, u);
+        update_tile(s, p, row.k, u, row.decay);
+        return mine;
+    }
+
+    // From this lane's parts of S^T k and S^T q: o, and u of its columns. Returns u of its own column.
+    __device__ __forceinline__ float finish(const StagedRow<Width> &row, TilePlace p, int64_t t,
+                                            const float (&sums)[2 * kColumns], float (&u)[kColumns]) const {
+        float v = row.v[p.column - first_column + p.lane_k % kColumns];
+        float e = row.decay, beta = row.beta, kq = row.kq, scale = static_cast<float>(call.shape.scale);
         float sum = sum_rows(sums, p);  // lanes below 16 get S^T k, the others S^T q
-        float mine = beta * fmaf(-e, sum, v), u[kColumns];
+        float mine = beta * fmaf(-e, sum, v);
         int lane_v = opaque(p.lane_v);  // else the loop over the tokens keeps a register for each lane
 #pragma unroll
         for (int c = 0; c < kColumns; ++c) u[c] = __shfl_sync(0xffffffffu, mine, kRecurrentLanesV * c + lane_v);
         mine = __shfl_sync(0xffffffffu, mine, threadIdx.x % 16);
-        update_tile(s, p, row.k, u, e);
         write_o(p, t, scale * fmaf(e, sum, mine * kq));
         return mine;
     }

@@ -33,9 +33,8 @@ __device__ __forceinline__ int64_t slot_of(const gdelta_inputs &in, const gdelta
     return -1;
 }
 
-// `final.data` may be NULL. One thread of the grid reports each bad slot.
-__device__ __forceinline__ Sequence find_sequence(const gdelta_shape &shape, const gdelta_inputs &in,
-                                                  const gdelta_state_view &final, int64_t n, int head, bool reporter) {
+// Its rows; what slots say is still to be found.
+__device__ __forceinline__ Sequence find_tokens(const gdelta_shape &shape, const gdelta_inputs &in, int64_t n) {
     Sequence s = {};
     if (shape.packed) {
         s.begin = s.row = load_index(in.cu_seqlens, n);
@@ -45,6 +44,13 @@ __device__ __forceinline__ Sequence find_sequence(const gdelta_shape &shape, con
         s.row = n * shape.tokens;
         s.length = shape.tokens;
     }
+    return s;
+}
+
+// Its states. `final.data` may be NULL. One thread of the grid reports each bad slot.
+__device__ __forceinline__ void find_states(const gdelta_shape &shape, const gdelta_inputs &in,
+                                            const gdelta_state_view &final, int64_t n, int head, bool reporter,
+                                            Sequence &s) {
     s.initial = s.final = -1;
     int64_t slot = -1;
     if (in.initial.data) {
@@ -60,6 +66,12 @@ __device__ __forceinline__ Sequence find_sequence(const gdelta_shape &shape, con
         s.skip = s.skip || slot < 0;
         s.final = slot * final.slot + head * final.head;
     }
+}
+
+__device__ __forceinline__ Sequence find_sequence(const gdelta_shape &shape, const gdelta_inputs &in,
+                                                  const gdelta_state_view &final, int64_t n, int head, bool reporter) {
+    Sequence s = find_tokens(shape, in, n);
+    find_states(shape, in, final, n, head, reporter, s);
     return s;
 }
 
