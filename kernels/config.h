@@ -37,6 +37,10 @@ enum {
     kForwardStage = 8,
     /* With fewer heads in all, a step's blocks have half the columns: 32 heads then fill 128 multiprocessors. */
     kStepManyHeads = 64,
+    /* From so many heads on, a block of one token has 256 bytes of each row of a [K, V] state instead of 128: device
+     * memory then gives more, but so few blocks fit that fewer heads fill them badly. H200, fp32, V = 128, us at 512,
+     * 1024, 2048, 4096, 8192 heads: 128 bytes 20.5, 37.7, 74.2, 140.9, 275; 256 bytes 23.5, 41.5, 73.8, 138.9, 270. */
+    kDecodeWideHeads = 2048,
     /* Of a step's block, bytes: what every architecture from sm_80 on has. Only K > 128 with many tokens needs more. */
     kStepMostShared = 96 * 1024,
     /* And besides what it asks for: its jobs, and 1 KB that the system keeps. */

@@ -109,16 +109,6 @@ struct StateBlock {
         });
     }
 
-    // Straight from a lane to device memory: a pack of for_packs.
-    __device__ __forceinline__ void put(TilePlace p, int first_column, int i, int j, int c,
-                                        const Pack<T, 4> &pack) const {
-        int column = p.column - first_column, row = 32 * i + 4 * p.lane_k;
-        int along = Vk ? column + c : row + j, across = Vk ? row : column;  // rows and elements as they lie in memory
-        if (along < rows && across < columns) {
-            store_pack(reinterpret_cast<Pack<T, 4> *>(global + along * pitch + across), pack);
-        }
-    }
-
     // Back, by way of the same places: those that meet in a row have all put their packs there. Afterwards this thread
     // may fetch into them again, stored or not: the others have taken theirs.
     __device__ __forceinline__ void store(TilePlace p, int first_column, const Lanes &s, bool wanted) const {
@@ -126,6 +116,11 @@ struct StateBlock {
 #pragma unroll
             for (int n = 0; n < 4; ++n) from_float(s.x[i][j + (Vk ? n : 0)][c + (Vk ? 0 : n)], &pack.x[n]);
         });
+        write(wanted);
+    }
+
+    // What stands in the places.
+    __device__ __forceinline__ void write(bool wanted) const {
         Vk ? __syncwarp() : named_barrier(kStateBarrier, 32 * warps);
         for_chunks([wanted](const unsigned char *place, T *to, bool inside) {
             if (wanted && inside) st_global(to, *reinterpret_cast<const uint4 *>(place));

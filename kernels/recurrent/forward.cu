@@ -9,9 +9,13 @@
 // While one is worked on, warp w loads rows w, w + warps, ... of the next into registers one at a time and stores them
 // to the other: loads fly while tokens are computed.
 //
-// recurrent_step: at most 16 tokens (every step), so that what counts is the state, 128 KB a head in fp32 read and
-// written, that its loads never pause, and how soon the first ones are on their way. As many blocks as fit take turns
-// at the pieces (sequence, output head, tile of V). Block: warps
+// recurrent_decode: one token, so that what counts is the state, 128 KB a head in fp32 read and written, and how soon
+// the first loads are on their way. Many small blocks, one piece each, hide each other's waits: copies to shared
+// memory, where the state stays; one pass over it for S^T k and S^T q, one for the update, in place; whole rows back.
+// The lanes and their order of sums are those of a register tile, and so are the bits.
+//
+// recurrent_step: 2 to 16 tokens, whose state is worth its registers. Loads should never pause: as many blocks as fit
+// take turns at the pieces (sequence, output head, tile of V). Block: warps
 //
 //   servers      ahead of the others: where the states of the next pieces are; stage the rows of q, k, v and the gates
 //   state 0 ..   16 columns of V each: copy the next piece's state to shared memory, take this one's to registers, the
@@ -267,37 +271,45 @@ __global__ void __launch_bounds__(2 * kForwardColumns + 32 * kStepServers, step_
 
 // ---- One token ----
 
-// Columns of V of a block: 128 bytes of a row of the state.
-template <typename T>
-constexpr int kDecodeColumns = 128 / sizeof(T);
+// RowBytes: of a row of a [K, V] state, the block's columns at most.
+template <int Width, typename T, bool Vk, int RowBytes>
+struct Decode {
+    static constexpr int kColumns = RowBytes / sizeof(T), kWarps = kColumns / kForwardWarpColumns;
+    // Blocks that a multiprocessor's shared memory holds at K = 128, but for 1024 threads a 64 registers or 1280 a 48.
+    static constexpr int kBlocks = sizeof(T) == 4 ? 1536 / RowBytes : RowBytes == 128 ? 8 : 5;
+    using State = StateBlock<Width, T, Vk, kColumns>;
+    using Row = Forward<Width, kColumns>;
+};
 
-template <int Width, typename T, bool Vk>
-__global__ void __launch_bounds__(32 * kDecodeColumns<T> / kForwardWarpColumns, sizeof(T) == 4 ? 12 : 8)
+template <int Width, typename T, bool Vk, int RowBytes, typename D = Decode<Width, T, Vk, RowBytes>>
+__global__ void __launch_bounds__(32 * D::kWarps, Width <= 128 ? D::kBlocks : 1)
     recurrent_decode(const __grid_constant__ gdelta_forward_call call, const int32_t *malformed, unsigned tiles) {
-    using State = StateBlock<Width, T, Vk, kDecodeColumns<T>>;
-    __shared__ __align__(128) unsigned char places[State::kBytes];
-    __shared__ StagedRow<Width> row;
+    extern __shared__ __align__(128) unsigned char shared[];
+    __shared__ typename D::Row::Staged row;
     const gdelta_shape &shape = call.shape;
     wait_for_grids();
     if (is_malformed(malformed)) return;
     BlockPlace block = block_place(shape, tiles);
     Job at;
-    at.sequence = find_tokens(shape, call.in, block.n);
-    Forward<Width> f = {call, at, block.head, block.first_column};
-    bool there = at.sequence.length > 0, stages = there && threadIdx.x < 32;
-    ForwardRow<Width> fetched;
+    typename D::Row f = {call, at, block.head, block.first_column};
+    typename D::Row::Fetched fetched;
+    InitialEntry entry;
     GateBits gate;
+    entry.load(call.in, block.n);
+    at.sequence = find_tokens(shape, call.in, block.n);
+    bool there = at.sequence.length > 0, stages = there && threadIdx.x < 32;
     if (stages) {
         find_rows(shape, call.in, at.sequence, f.head, at);
         gate.load(call.in, f.head);
         f.load(at, 0, fetched);
     }
-    find_states(shape, call.in, call.final, block.n, f.head, block.reporter, at.sequence);
-    int warps = static_cast<int>(blockDim.x / 32);
+    find_states(call.in, call.final, block.n, f.head, block.reporter, entry, at.sequence);
     auto state_of = [&](const gdelta_state_view &view, int64_t offset) {
-        return State(places, warps, view, offset, f.first_column, shape.dim_k, shape.dim_v);
+        return typename D::State(shared, static_cast<int>(blockDim.x / 32), view, offset, f.first_column, shape.dim_k,
+                                 shape.dim_v);
     };
-    state_of(call.in.initial, at.sequence.initial).fetch(!at.sequence.skip && at.sequence.initial >= 0);
+    bool given = !at.sequence.skip && at.sequence.initial >= 0;
+    state_of(call.in.initial, given ? at.sequence.initial : 0).fetch(given);
     end_copy_group();
     if (stages) f.store(fetched, row, gate.parameters(call.in));
     at.o = first_of(call.o, at.sequence, f.head);
@@ -308,34 +320,31 @@ __global__ void __launch_bounds__(32 * kDecodeColumns<T> / kForwardWarpColumns, 
         if (there) f.write_o(p, 0, 0.0f);
         return;
     }
-    float u[f.kColumns] = {}, k[4], q[4];
-    State state = state_of(call.final, at.sequence.final);
+    typename D::State state = state_of(call.final, at.sequence.final);
     if (there) {
-        float sums[2 * f.kColumns] = {}, *sk = sums, *sq = sums + f.kColumns;
+        float sums[2 * f.kColumns] = {}, *sk = sums, *sq = sums + f.kColumns, u[f.kColumns], k[4], q[4];
         state.for_packs(p, f.first_column, [&](int i, int j, int c, const Pack<T, 4> &pack) {
             load_four(row.k, i, p, k);
             load_four(row.q, i, p, q);
 #pragma unroll
             for (int n = 0; n < 4; ++n) {
-                float x = to_float(pack.x[n]), y = k[Vk ? n : j], z = q[Vk ? n : j];
-                sk[Vk ? c : n] = fmaf(x, y, sk[Vk ? c : n]);
-                sq[Vk ? c : n] = fmaf(x, z, sq[Vk ? c : n]);
+                float x = to_float(pack.x[n]);
+                int column = Vk ? c : n, of_four = Vk ? n : j;
+                sk[column] = fmaf(x, k[of_four], sk[column]);
+                sq[column] = fmaf(x, q[of_four], sq[column]);
             }
         });
         f.finish(row, p, 0, sums, u);
-    }
-    if (at.sequence.final < 0) return;
-    float e = there ? row.decay : 1.0f;
-    state.for_packs(p, f.first_column, [&](int i, int j, int c, const Pack<T, 4> &pack) {
-        load_four(row.k, i, p, k);
-        Pack<T, 4> out = pack;
+        state.for_packs(p, f.first_column, [&](int i, int j, int c, Pack<T, 4> &pack) {
+            load_four(row.k, i, p, k);
 #pragma unroll
-        for (int n = 0; n < 4; ++n) {
-            float x = fmaf(k[Vk ? n : j], u[Vk ? c : n], e * to_float(pack.x[n]));
-            if (there) from_float(x, &out.x[n]);
-        }
-        state.put(p, f.first_column, i, j, c, out);
-    });
+            for (int n = 0; n < 4; ++n) {
+                float x = fmaf(k[Vk ? n : j], u[Vk ? c : n], row.decay * to_float(pack.x[n]));
+                from_float(x, &pack.x[n]);
+            }
+        });
+    }
+    state.write(at.sequence.final >= 0);
 }
 
 // Whether the state lies in whole chunks of 16 bytes.
@@ -354,11 +363,20 @@ static cudaError_t launch_long(const gdelta_forward_call &call, const gdelta_rec
     return cudaLaunchKernelEx(&launch.config, recurrent_forward<Width>, call, work, launch.tiles);
 }
 
-template <int Width, typename T>
-static cudaError_t launch_decode(const gdelta_forward_call &call, const gdelta_recurrent_work &work, bool few, bool vk,
+template <typename Kernel>
+static cudaError_t allow_shared(Kernel *kernel, int bytes) {
+    if (bytes <= 48 * 1024) return cudaSuccess;  // what a kernel has without being asked
+    return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+}
+
+template <int Width, typename T, bool Vk, int RowBytes>
+static cudaError_t launch_decode(const gdelta_forward_call &call, const gdelta_recurrent_work &work, bool few,
                                  gdelta_stream stream) {
-    Launch launch(call.shape, warps_of(call.shape, kDecodeColumns<T> / (few ? 2 : 1)), 0, stream);
-    auto *kernel = vk ? recurrent_decode<Width, T, true> : recurrent_decode<Width, T, false>;
+    using D = Decode<Width, T, Vk, RowBytes>;
+    Launch launch(call.shape, warps_of(call.shape, D::kColumns / (few ? 2 : 1)), D::State::kBytes, stream);
+    auto *kernel = recurrent_decode<Width, T, Vk, RowBytes>;
+    cudaError_t error = allow_shared(kernel, D::State::kBytes);
+    if (error != cudaSuccess) return error;
     return cudaLaunchKernelEx(&launch.config, kernel, call, work.malformed, launch.tiles);
 }
 
@@ -373,7 +391,13 @@ static cudaError_t launch_step(const gdelta_forward_call &call, const gdelta_rec
         return launch_long<Width>(call, work, stream);
     }
     bool vk = (call.in.initial.data ? call.in.initial : call.final).order == GDELTA_STATE_VK;
-    if (shape.tokens == 1) return launch_decode<Width, T>(call, work, few, vk, stream);
+    int64_t heads = shape.sequences * shape.heads_o;
+    if (shape.tokens == 1 && heads <= INT32_MAX / (kRecurrentMaxDim / kForwardWarpColumns)) {
+        bool wide = heads >= kDecodeWideHeads && shape.dim_v * sizeof(T) >= 256;
+        return vk     ? launch_decode<Width, T, true, 128>(call, work, few, stream)
+               : wide ? launch_decode<Width, T, false, 256>(call, work, few, stream)
+                      : launch_decode<Width, T, false, 128>(call, work, few, stream);
+    }
     Launch launch(shape, plan.warps, static_cast<size_t>(plan.bytes()), stream);
     plan.pieces = launch.config.gridDim.x;
     plan.tiles = launch.tiles;
@@ -385,10 +409,8 @@ static cudaError_t launch_step(const gdelta_forward_call &call, const gdelta_rec
     if (launch.config.gridDim.x > most) launch.config.gridDim.x = most;
     launch.config.blockDim.x += 32 * kStepServers;
     auto *kernel = vk ? recurrent_step<Width, T, true> : recurrent_step<Width, T, false>;
-    if (plan.bytes() > 48 * 1024) {  // what a kernel has without being asked
-        cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, plan.bytes());
-        if (error != cudaSuccess) return error;
-    }
+    cudaError_t error = allow_shared(kernel, plan.bytes());
+    if (error != cudaSuccess) return error;
     return cudaLaunchKernelEx(&launch.config, kernel, call, work.malformed, plan);
 }
 

@@ -16,18 +16,19 @@
 
 namespace gdelta {
 
-// A row staged in shared memory in fp32: q and k normalised and zero-padded to Width, v zero-padded.
-template <int Width>
+// A row staged in shared memory in fp32: q and k normalised and zero-padded to Width, v zero-padded. Columns: of V, of
+// the widest block.
+template <int Width, int Columns = kForwardColumns>
 struct alignas(16) StagedRow {
-    float q[Width], k[Width], v[kForwardColumns];
+    float q[Width], k[Width], v[Columns];
     float decay, beta, kq;
 };
 
 // One row in registers on its way to shared memory.
-template <int Width>
+template <int Width, int Columns = kForwardColumns>
 struct ForwardRow {
     Row<Width / 32> q, k;
-    Row<kForwardColumns / 32> v;
+    Row<Columns / 32> v;
     Gates gates;
 };
 
@@ -46,14 +47,16 @@ __device__ __forceinline__ void update_tile(Tile<Width, Columns> &s, TilePlace p
     }
 }
 
-template <int Width>
+template <int Width, int Columns = kForwardColumns>
 struct Forward {
     static constexpr int kColumns = kForwardLaneColumns;
+    using Staged = StagedRow<Width, Columns>;
+    using Fetched = ForwardRow<Width, Columns>;
     const gdelta_forward_call &call;
     const Job &at;
     int head, first_column;
 
-    __device__ __forceinline__ void load(const Job &job, int64_t t, ForwardRow<Width> &row) const {
+    __device__ __forceinline__ void load(const Job &job, int64_t t, Fetched &row) const {
         const gdelta_shape &shape = call.shape;
         const gdelta_inputs &in = call.in;
         int lane = threadIdx.x % 32;
@@ -72,11 +75,10 @@ struct Forward {
         row.gates.load(in, job.g + t * in.g.token, job.beta + t * in.beta.token);
     }
 
-    __device__ __forceinline__ void store(const ForwardRow<Width> &row, StagedRow<Width> &staged,
-                                          GateParameters gate) const {
+    __device__ __forceinline__ void store(const Fetched &row, Staged &staged, GateParameters gate) const {
         const gdelta_inputs &in = call.in;
         int lane = threadIdx.x % 32;
-        float q[Width / 32], k[Width / 32], v[kForwardColumns / 32];
+        float q[Width / 32], k[Width / 32], v[Columns / 32];
         row.q.values(in.q.dtype, q);
         row.k.values(in.q.dtype, k);
         row.v.values(in.q.dtype, v);
@@ -93,7 +95,7 @@ struct Forward {
             staged.k[lane + 32 * i] = k[i] * norm_k;
         }
 #pragma unroll
-        for (int i = 0; i < kForwardColumns / 32; ++i) staged.v[lane + 32 * i] = v[i];
+        for (int i = 0; i < Columns / 32; ++i) staged.v[lane + 32 * i] = v[i];
         float decay = row.gates.decay(call.shape, in, gate), beta = row.gates.beta_value(call.shape, in);
         if (lane == 0) {
             staged.decay = decay;
@@ -106,10 +108,10 @@ struct Forward {
     // All rows of at most 2 * kForwardStage, by all warps of the block; a barrier must follow. Loads first, by `early`,
     // what this thread found out itself; `between` runs while they are on their way.
     template <typename F>
-    __device__ __forceinline__ void stage_rows(const Job &early, StagedRow<Width> *rows, int length, F between) const {
+    __device__ __forceinline__ void stage_rows(const Job &early, Staged *rows, int length, F between) const {
         constexpr int kAhead = Width <= 128 ? 2 : 1;
         int warp = static_cast<int>(threadIdx.x / 32), warps = static_cast<int>(blockDim.x / 32);
-        ForwardRow<Width> ahead[kAhead];
+        Fetched ahead[kAhead];
         GateBits gate;
         gate.load(call.in, head);
 #pragma unroll 1
@@ -140,8 +142,7 @@ struct Forward {
     }
 
     // One token: S and o. Returns u of the lane's own column.
-    __device__ __forceinline__ float token(Tile<Width, kColumns> &s, TilePlace p, const StagedRow<Width> &row,
-                                           int64_t t) const {
+    __device__ __forceinline__ float token(Tile<Width, kColumns> &s, TilePlace p, const Staged &row, int64_t t) const {
         float sums[2 * kColumns] = {}, *sk = sums, *sq = sums + kColumns;
 #pragma unroll
         for (int i = 0; i < s.kGroups; ++i) {
@@ -162,7 +163,7 @@ struct Forward {
     }
 
     // From this lane's parts of S^T k and S^T q: o, and u of its columns. Returns u of its own column.
-    __device__ __forceinline__ float finish(const StagedRow<Width> &row, TilePlace p, int64_t t,
+    __device__ __forceinline__ float finish(const Staged &row, TilePlace p, int64_t t,
                                             const float (&sums)[2 * kColumns], float (&u)[kColumns]) const {
         float v = row.v[p.column - first_column + p.lane_k % kColumns];
         float e = row.decay, beta = row.beta, kq = row.kq, scale = static_cast<float>(call.shape.scale);

@@ -23,17 +23,24 @@ __device__ __forceinline__ void report(const gdelta_inputs &in, int rule, int64_
     atomicCAS(reinterpret_cast<unsigned long long *>(in.device_status), 0ull, word);
 }
 
+__device__ __forceinline__ int64_t load_slot(const gdelta_state_view &state, int64_t n) {
+    return state.slots.data ? load_index(state.slots, n) : n;
+}
+
 // The entry of the pool, or -1 to skip.
-__device__ __forceinline__ int64_t slot_of(const gdelta_inputs &in, const gdelta_state_view &state, int64_t n, int rule,
-                                           bool reporter) {
-    if (!state.slots.data) return n;
-    int64_t slot = load_index(state.slots, n);
-    if (slot >= -1 && slot < state.slot_count) return slot;
+__device__ __forceinline__ int64_t check_slot(const gdelta_inputs &in, const gdelta_state_view &state, int64_t slot,
+                                              int64_t n, int rule, bool reporter) {
+    if (!state.slots.data || (slot >= -1 && slot < state.slot_count)) return slot;
     if (reporter) report(in, rule, n);
     return -1;
 }
 
-// Its rows; what slots say is still to be found.
+__device__ __forceinline__ int64_t slot_of(const gdelta_inputs &in, const gdelta_state_view &state, int64_t n, int rule,
+                                           bool reporter) {
+    return check_slot(in, state, load_slot(state, n), n, rule, reporter);
+}
+
+// Its rows; of its states nothing yet.
 __device__ __forceinline__ Sequence find_tokens(const gdelta_shape &shape, const gdelta_inputs &in, int64_t n) {
     Sequence s = {};
     if (shape.packed) {
@@ -47,16 +54,27 @@ __device__ __forceinline__ Sequence find_tokens(const gdelta_shape &shape, const
     return s;
 }
 
+// What the tables say of the initial state, on its way from memory, where nothing may wait for it yet.
+struct InitialEntry {
+    int64_t slot;
+    bool given;
+
+    __device__ __forceinline__ void load(const gdelta_inputs &in, int64_t n) {
+        if (!in.initial.data) return;
+        slot = load_slot(in.initial, n);
+        given = !in.has_initial || in.has_initial[n];
+    }
+};
+
 // Its states. `final.data` may be NULL. One thread of the grid reports each bad slot.
-__device__ __forceinline__ void find_states(const gdelta_shape &shape, const gdelta_inputs &in,
-                                            const gdelta_state_view &final, int64_t n, int head, bool reporter,
-                                            Sequence &s) {
+__device__ __forceinline__ void find_states(const gdelta_inputs &in, const gdelta_state_view &final, int64_t n,
+                                            int head, bool reporter, const InitialEntry &entry, Sequence &s) {
     s.initial = s.final = -1;
     int64_t slot = -1;
     if (in.initial.data) {
-        slot = slot_of(in, in.initial, n, GDELTA_DEVICE_INITIAL_SLOT_RANGE, reporter);
+        slot = check_slot(in, in.initial, entry.slot, n, GDELTA_DEVICE_INITIAL_SLOT_RANGE, reporter);
         s.skip = slot < 0;
-        if (!in.has_initial || in.has_initial[n]) s.initial = slot * in.initial.slot + head * in.initial.head;
+        if (entry.given) s.initial = slot * in.initial.slot + head * in.initial.head;
     }
     if (final.data) {
         const gdelta_table &table = in.initial.slots;  // in place: the same numbers, looked up once
@@ -71,7 +89,9 @@ __device__ __forceinline__ void find_states(const gdelta_shape &shape, const gde
 __device__ __forceinline__ Sequence find_sequence(const gdelta_shape &shape, const gdelta_inputs &in,
                                                   const gdelta_state_view &final, int64_t n, int head, bool reporter) {
     Sequence s = find_tokens(shape, in, n);
-    find_states(shape, in, final, n, head, reporter, s);
+    InitialEntry entry;
+    entry.load(in, n);
+    find_states(in, final, n, head, reporter, entry, s);
     return s;
 }
 
