@@ -157,11 +157,6 @@ __device__ __forceinline__ void find_piece(const gdelta_forward_call &call, cons
     job.first_column = place.first_column;
 }
 
-// All warps of the block, the servers from their code and the others from theirs, which __syncthreads does not allow.
-__device__ __forceinline__ void meet() {
-    named_barrier(kTurnBarrier, static_cast<int>(blockDim.x));
-}
-
 // A server: stages rows `server`, `server` + kStepServers, ... of pieces blockIdx.x + turn * gridDim.x; the next row is
 // always on its way. The last one finds out the pieces, kStepPlaces + 1 turns ahead, but the first, which all do.
 template <int Width, typename T>
@@ -186,7 +181,7 @@ __device__ __forceinline__ void serve_step(const gdelta_forward_call &call, cons
     if (server == 0 && lane == 0) jobs[0] = first;
     if (server == kStepServers - 1 && lane > 0 && lane <= kStepPlaces) find(blockIdx.x + lane * gridDim.x, jobs[lane]);
     begin(first, jobs[0]);
-    meet();
+    __syncthreads();
 #pragma unroll 1
     for (unsigned piece = blockIdx.x; piece < plan.pieces; piece += gridDim.x, ++turn) {
         const StepJob &job = jobs[turn % kStepJobs];
@@ -202,7 +197,7 @@ __device__ __forceinline__ void serve_step(const gdelta_forward_call &call, cons
         }
         StepJob &next = jobs[(turn + 1) % kStepJobs];
         if (piece + gridDim.x < plan.pieces) begin(next, next);
-        meet();
+        __syncthreads();
         if (server == kStepServers - 1 && lane == 0)
             find(piece + kAhead * gridDim.x, jobs[(turn + kAhead) % kStepJobs]);
     }
@@ -237,7 +232,7 @@ __global__ void __launch_bounds__(2 * kForwardColumns + 32 * kStepServers, step_
     };
     constexpr unsigned kAhead = kStepPlaces - 1;
     fetch(0, blockIdx.x, first);
-    meet();
+    __syncthreads();
 #pragma unroll
     for (unsigned i = 1; i < kAhead; ++i) fetch(i, blockIdx.x + i * gridDim.x, jobs[i]);
     unsigned turn = 0;
@@ -245,7 +240,7 @@ __global__ void __launch_bounds__(2 * kForwardColumns + 32 * kStepServers, step_
     for (unsigned piece = blockIdx.x; piece < plan.pieces; piece += gridDim.x, ++turn) {
         fetch(turn + kAhead, piece + kAhead * gridDim.x, jobs[(turn + kAhead) % kStepJobs]);
         wait_copy_groups<kAhead>();
-        meet();  // this turn's state and rows are here, and the job after the next
+        __syncthreads();  // this turn's state and rows are here, and the job after the next
         const StepJob &job = jobs[turn % kStepJobs];
         const Sequence &sequence = job.at.sequence;
         Forward<Width> f = {call, job.at, job.head, job.first_column};
