@@ -14,7 +14,7 @@
 
 namespace gdelta {
 
-constexpr int kStateBarrier = 1;  // of the warps that hold a state
+constexpr int kStateBarrier = 1, kTurnBarrier = 2;  // of the warps that hold a state; of all
 
 // Columns of V of the widest block.
 template <int Width>

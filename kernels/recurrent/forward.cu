@@ -17,7 +17,8 @@
 //   state 0 ..   16 columns of V each: copy the next piece's state to shared memory, take this one's to registers, the
 //                tokens, and back through shared memory (block.cuh)
 //
-// All meet once a turn, at which this piece's rows and state are there and the next one's state is on its way.
+// All meet once a turn, each in its own code, at which this piece's rows and state are there and the next one's state
+// is on its way.
 #include "kernels/recurrent/block.cuh"
 #include "kernels/recurrent/forward.cuh"
 
@@ -177,7 +178,7 @@ __device__ __forceinline__ void serve_step(const gdelta_forward_call &call, cons
     if (server == 0 && lane == 0) jobs[0] = first;
     if (server == kStepServers - 1 && lane > 0 && lane <= kStepPlaces) find(blockIdx.x + lane * gridDim.x, jobs[lane]);
     begin(first, jobs[0]);
-    __syncthreads();
+    block_barrier(kTurnBarrier);
 #pragma unroll 1
     for (unsigned piece = blockIdx.x; piece < plan.pieces; piece += gridDim.x, ++turn) {
         const StepJob &job = jobs[turn % kStepJobs];
@@ -193,7 +194,7 @@ __device__ __forceinline__ void serve_step(const gdelta_forward_call &call, cons
         }
         StepJob &next = jobs[(turn + 1) % kStepJobs];
         if (piece + gridDim.x < plan.pieces) begin(next, next);
-        __syncthreads();
+        block_barrier(kTurnBarrier);
         if (server == kStepServers - 1 && lane == 0)
             find(piece + kAhead * gridDim.x, jobs[(turn + kAhead) % kStepJobs]);
     }
@@ -228,7 +229,7 @@ __global__ void __launch_bounds__(2 * kForwardColumns + 32 * kStepServers, step_
     };
     constexpr unsigned kAhead = kStepPlaces - 1;
     fetch(0, blockIdx.x, first);
-    __syncthreads();
+    block_barrier(kTurnBarrier);
 #pragma unroll
     for (unsigned i = 1; i < kAhead; ++i) fetch(i, blockIdx.x + i * gridDim.x, jobs[i]);
     unsigned turn = 0;
@@ -236,7 +237,7 @@ __global__ void __launch_bounds__(2 * kForwardColumns + 32 * kStepServers, step_
     for (unsigned piece = blockIdx.x; piece < plan.pieces; piece += gridDim.x, ++turn) {
         fetch(turn + kAhead, piece + kAhead * gridDim.x, jobs[(turn + kAhead) % kStepJobs]);
         wait_copy_groups<kAhead>();
-        __syncthreads();  // this turn's state and rows are here, and the job after the next
+        block_barrier(kTurnBarrier);  // this turn's state and rows are here, and the job after the next
         const StepJob &job = jobs[turn % kStepJobs];
         const Sequence &sequence = job.at.sequence;
         Forward<Width> f = {call, job.at, job.head, job.first_column};
