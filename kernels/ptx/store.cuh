@@ -22,6 +22,10 @@ __device__ __forceinline__ void st_shared(uint32_t at, uint32_t x) {
     asm volatile("st.shared.b32 [%0], %1;" ::"r"(at), "r"(x) : "memory");
 }
 
+__device__ __forceinline__ void st_shared(uint32_t at, uint2 x) {
+    asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(at), "r"(x.x), "r"(x.y) : "memory");
+}
+
 __device__ __forceinline__ void st_shared(uint32_t at, uint4 x) {
     asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w)
                  : "memory");
