@@ -2,8 +2,14 @@
 // does nothing.
 #include <gdelta/gdelta.h>
 
+#include "kernels/ptx/grid.cuh"
+
+constexpr int kUnroll = 4;
+
+// `out` may be `in`.
 static __global__ void copy_blocks(uint4 *out, const uint4 *in, size_t count) {
-    constexpr int kUnroll = 4;
+    gdelta::grid_wait();
+    gdelta::grid_release();
     size_t first = static_cast<size_t>(blockIdx.x) * blockDim.x * kUnroll + threadIdx.x;
     uint4 x[kUnroll];
 #pragma unroll
@@ -27,13 +33,20 @@ extern "C" int bench_launch_empty(gdelta_stream stream) {
     return cudaLaunchKernelEx(&config, do_nothing);
 }
 
-// `bytes` is a multiple of 16. Returns the runtime's error code.
+// `bytes` is a multiple of 16. Begins early, as a step does (forward.cuh, Launch); blocks of 8 KB where there is little
+// to copy, for all multiprocessors to have some. Returns the runtime's error code.
 extern "C" int bench_launch_copy(void *out, const void *in, size_t bytes, gdelta_stream stream) {
-    constexpr size_t kThreads = 512, kBlock = kThreads * 4;
+    size_t count = bytes / sizeof(uint4), threads = bytes < (64 << 20) ? 128 : 512, block = threads * kUnroll;
     cudaLaunchConfig_t config = {};
-    size_t count = bytes / sizeof(uint4);
-    config.gridDim = static_cast<unsigned>((count + kBlock - 1) / kBlock);
-    config.blockDim = kThreads;
+    config.gridDim = static_cast<unsigned>(count / block + 1);
+    config.blockDim = static_cast<unsigned>(threads);
     config.stream = stream;
+    cudaLaunchAttribute early = {};
+    early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    early.val.programmaticStreamSerializationAllowed = 1;
+    int device = 0, major = 0;
+    cudaGetDevice(&device);
+    cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+    if (major >= 9) config.attrs = &early, config.numAttrs = 1;
     return cudaLaunchKernelEx(&config, copy_blocks, static_cast<uint4 *>(out), static_cast<const uint4 *>(in), count);
 }

@@ -34,5 +34,7 @@ double device_empty_time(void);
 bool host_time(device_call call, void *context, double *microseconds);
 /* Bytes read and written a second by a large copy within the device, cold. */
 double device_copy_rate(void);
+/* Enqueues such a copy of a multiple of 16 bytes; `out` may be `in`. */
+void device_copy(void *out, const void *in, size_t bytes, gdelta_stream stream);
 
 #endif /* GDELTA_BENCH_DEVICE_H */

@@ -25,9 +25,10 @@ static void usage(FILE *out) {
         "  --gate zero|weak|mild|strong     default mild, logsigmoid(N(0,1)) / 16\n"
         "  --suite quick|h200|decode        many cases instead; --op, --hv, --state-dtype, --batch and --tokens "
         "choose\n"
-        "                                   among them. decode adds what the states' bytes alone come to, and the "
-        "host's\n"
-        "                                   time to enqueue a call\n"
+        "                                   among them. decode adds the states' bytes, read and written, their rate "
+        "alone\n"
+        "                                   and of the large copy's, a copy of the same bytes timed alike, and the\n"
+        "                                   host's time to enqueue a call\n"
         "  --check                          compare a slice with the CPU reference, print the relative errors; one\n"
         "                                   beyond its tolerance makes the exit status 1\n"
         "  --repeats N                      default: as many as fit a second, 5 to 50\n"
@@ -97,7 +98,8 @@ typedef enum suite_columns { kPlain, kPeers, kDecode } suite_columns;
 static void print_head(suite_columns columns) {
     printf("%-8s %7s %8s %16s %5s %10s %17s %8s %8s %6s %6s", "op", "hq/hv", "k/v", "sequences", "type", "us",
            "p10..p90", "TFLOP/s", "GB/s", "%floor", "%copy");
-    if (columns == kDecode) printf(" %10s %11s %8s", "state TB/s", "state %copy", "host us");
+    if (columns == kDecode)
+        printf(" %9s %6s %6s %8s %6s %8s", "state MB", "TB/s", "state%", "copy us", "x copy", "host us");
     if (columns == kPeers) printf(" %8s %8s %8s %8s %8s", "FlashQLA", "FlashInf", "FLA", "goal", "x best");
     putchar('\n');
 }
@@ -121,8 +123,9 @@ static void print_case(const bench_case *c, const bench_result *r, const bench_m
     else
         printf(" %6s", "-");
     if (columns == kDecode) {
-        double state = case_state_bytes(c) / seconds;
-        printf(" %10.3f %11.1f %8.2f", state / 1e12, 100 * state / m->copy_bytes_per_second, r->host);
+        double bytes = case_state_bytes(c), state = bytes / seconds;
+        printf(" %9.1f %6.3f %6.1f", bytes / 1e6, state / 1e12, 100 * state / m->copy_bytes_per_second);
+        printf(" %8.1f %6.2f %8.2f", r->copy, r->median / r->copy, r->host);
     }
     if (columns == kPeers) {
         print_peer(c->peers.flash_qla);
@@ -157,7 +160,7 @@ static void json_case(FILE *out, const bench_case *c, const bench_result *r, boo
     if (case_checkpoints(c)) fprintf(out, "\"checkpoint_every\": %" PRId64 ", ", c->checkpoint_interval);
     fprintf(out, "\"us\": %.3f, \"p10\": %.3f, \"p90\": %.3f, \"repeats\": %d, \"calls\": %d, ", r->median, r->p10,
             r->p90, r->repeats, r->calls);
-    if (r->host > 0) fprintf(out, "\"host_us\": %.3f, ", r->host);
+    if (r->host > 0) fprintf(out, "\"host_us\": %.3f, \"copy_us\": %.3f, ", r->host, r->copy);
     fprintf(out, "\"first_call_us\": %.1f, \"checked_tokens\": %" PRId64 ", ", r->first, r->checked_tokens);
     fprintf(out, "\"flops\": %.6g, \"bytes\": %.6g, \"floor_us\": %.3f, ", case_flops(c), case_bytes(c), case_floor(c));
     fprintf(out, "\"peers_ms\": {\"flash_qla\": %g, \"flash_infer\": %g, \"fla\": %g, \"goal\": %g}, \"errors\": {",

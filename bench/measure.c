@@ -499,6 +499,11 @@ static int by_value(const void *a, const void *b) {
     return (x > y) - (x < y);
 }
 
+static double median(double *times, int count) {
+    qsort(times, (size_t)count, sizeof *times, by_value);
+    return times[count / 2];
+}
+
 void measure_machine(bool on_cpu, bench_machine *machine) {
     *machine = (bench_machine){.name = "CPU"};
     if (on_cpu) return;
@@ -508,8 +513,7 @@ void measure_machine(bool on_cpu, bench_machine *machine) {
     machine->copy_bytes_per_second = device_copy_rate();
     machine->empty_kernel = device_empty_time();
     device_time(NULL, NULL, 0, kRepeats, times);
-    qsort(times, kRepeats, sizeof *times, by_value);
-    machine->event_overhead = times[kRepeats / 2];
+    machine->event_overhead = median(times, kRepeats);
 }
 
 enum { kMaxCalls = 256 };
@@ -536,6 +540,14 @@ static int fit_repeats(int asked, double each_us) {
     return asked ? asked : fit < 5 ? 5 : fit > 50 ? 50 : (int)fit;
 }
 
+/* The bytes that a step has to move, where it moves them, and nothing besides. */
+static gdelta_status copy_states(void *context, gdelta_stream stream) {
+    const job *j = context;
+    size_t bytes = (size_t)role_count(j->c, STATE) * gdelta_dtype_size(j->dtype[STATE]);
+    device_copy(j->data[STATE], j->data[STATE], bytes, stream);
+    return GDELTA_OK;
+}
+
 /* The first of `jobs` is made; makes others like it, times all in one graph. */
 static bool time_calls(job *jobs, int asked, bench_result *result, double *times) {
     double again;
@@ -554,6 +566,10 @@ static bool time_calls(job *jobs, int asked, bench_result *result, double *times
         j->slots = jobs[0].slots;
         done = make_tensors(j);
         contexts[made] = j;
+    }
+    if (done && jobs[0].c->operation == GDELTA_OPERATION_STEP) {
+        done = device_time(copy_states, contexts, result->calls, result->repeats, times);
+        result->copy = median(times, result->repeats);
     }
     if (done) done = device_time(call, contexts, result->calls, result->repeats, times);
     while (made > 1) free_tensors(&jobs[--made]);
@@ -582,8 +598,7 @@ bool measure_case(const bench_case *c, int asked, bool check, bench_result *resu
     }
     if (done) {
         int repeats = result->repeats;
-        qsort(times, (size_t)repeats, sizeof *times, by_value);
-        result->median = times[repeats / 2];
+        result->median = median(times, repeats);
         result->p10 = times[repeats / 10];
         result->p90 = times[repeats - 1 - repeats / 10];
     }

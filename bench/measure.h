@@ -15,6 +15,7 @@ typedef struct bench_result {
     double median, p10, p90; /* microseconds */
     double first;            /* of the first call, host clock, to its end; module load included */
     double host;             /* a step: host clock, to enqueue a call; else 0 */
+    double copy;             /* a step: median of a copy of its states onto themselves, timed as the step; else 0 */
     int repeats, calls;      /* each repeat is a graph of so many calls, on different tensors */
     int errors;
     bench_error error[10];

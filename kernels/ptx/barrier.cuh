@@ -47,6 +47,18 @@ __device__ __forceinline__ void named_barrier(int id, int threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
+// The same for all warps of a one-dimensional block, from different places of the code, which __syncthreads does not
+// promise. The count is read here, for the compiler would keep it in a register throughout.
+__device__ __forceinline__ void block_barrier(int id) {
+    asm volatile(
+        "{\n"
+        ".reg .u32 threads;\n"
+        "mov.u32 threads, %%ntid.x;\n"
+        "bar.sync %0, threads;\n"
+        "}" ::"r"(id)
+        : "memory");
+}
+
 // Ordinary writes to shared memory come before later reads by tensor cores and bulk copies. Each writing thread fences,
 // then arrives at a barrier.
 __device__ __forceinline__ void fence_async_shared() {

@@ -10,15 +10,40 @@
 #pragma once
 
 #include "kernels/ptx/barrier.cuh"
+#include "kernels/ptx/number.cuh"
 #include "kernels/recurrent/tile.cuh"
 
 namespace gdelta {
 
-constexpr int kStateBarrier = 1;  // of the warps that hold a state
+constexpr int kStateBarrier = 1, kTurnBarrier = 2;  // of the warps that hold a state; of all
 
 // Columns of V of the widest block.
 template <int Width>
 constexpr int kBlockColumns = Width <= 128 ? kForwardColumns : kForwardColumns / 2;
+
+// Four numbers side by side in shared memory, one access: of single elements the compiler makes one each.
+template <typename T>
+struct Four {
+    static __device__ __forceinline__ void load(const unsigned char *at, float (&x)[4]) {
+        uint2 word = *reinterpret_cast<const uint2 *>(at);
+        float2 low = unpack<T>(word.x), high = unpack<T>(word.y);
+        x[0] = low.x, x[1] = low.y, x[2] = high.x, x[3] = high.y;
+    }
+    static __device__ __forceinline__ void store(unsigned char *at, const float (&x)[4]) {
+        *reinterpret_cast<uint2 *>(at) = make_uint2(pack<T>(x[0], x[1]), pack<T>(x[2], x[3]));
+    }
+};
+
+template <>
+struct Four<float> {
+    static __device__ __forceinline__ void load(const unsigned char *at, float (&x)[4]) {
+        float4 word = *reinterpret_cast<const float4 *>(at);
+        x[0] = word.x, x[1] = word.y, x[2] = word.z, x[3] = word.w;
+    }
+    static __device__ __forceinline__ void store(unsigned char *at, const float (&x)[4]) {
+        *reinterpret_cast<float4 *>(at) = make_float4(x[0], x[1], x[2], x[3]);
+    }
+};
 
 // Columns: of V, of the widest block.
 template <int Width, typename T, bool Vk, int Columns = kBlockColumns<Width>>
@@ -74,7 +99,7 @@ struct StateBlock {
             }
     }
 
-    // f(i, j, c, pack) for each pack of this lane: element n is s.x[i][j + n][c] if Vk, else s.x[i][j][c + n].
+    // f(i, j, c, place) for each pack of this lane: element n is s.x[i][j + n][c] if Vk, else s.x[i][j][c + n].
     template <typename F>
     __device__ __forceinline__ void for_packs(TilePlace p, int first_column, F f) const {
         constexpr int kTurn =
@@ -91,7 +116,7 @@ struct StateBlock {
 #pragma unroll
             for (int other = 0; other < 4; ++other) {
                 auto *at = base[i % kTurn] + other * kRow + (Vk ? i / kTurn * 128 : 32 * i * kRow);
-                f(i, Vk ? 0 : other, Vk ? other : 0, *reinterpret_cast<Pack<T, 4> *>(at));
+                f(i, Vk ? 0 : other, Vk ? other : 0, at);
             }
     }
 
@@ -103,18 +128,22 @@ struct StateBlock {
     }
 
     __device__ __forceinline__ void take(TilePlace p, int first_column, Lanes &s) const {
-        for_packs(p, first_column, [&](int i, int j, int c, const Pack<T, 4> &pack) {
+        for_packs(p, first_column, [&](int i, int j, int c, const unsigned char *place) {
+            float x[4];
+            Four<T>::load(place, x);
 #pragma unroll
-            for (int n = 0; n < 4; ++n) s.x[i][j + (Vk ? n : 0)][c + (Vk ? 0 : n)] = to_float(pack.x[n]);
+            for (int n = 0; n < 4; ++n) s.x[i][j + (Vk ? n : 0)][c + (Vk ? 0 : n)] = x[n];
         });
     }
 
     // Back, by way of the same places: those that meet in a row have all put their packs there. Afterwards this thread
     // may fetch into them again, stored or not: the others have taken theirs.
     __device__ __forceinline__ void store(TilePlace p, int first_column, const Lanes &s, bool wanted) const {
-        for_packs(p, first_column, [&](int i, int j, int c, Pack<T, 4> &pack) {
+        for_packs(p, first_column, [&](int i, int j, int c, unsigned char *place) {
+            float x[4];
 #pragma unroll
-            for (int n = 0; n < 4; ++n) from_float(s.x[i][j + (Vk ? n : 0)][c + (Vk ? 0 : n)], &pack.x[n]);
+            for (int n = 0; n < 4; ++n) x[n] = s.x[i][j + (Vk ? n : 0)][c + (Vk ? 0 : n)];
+            Four<T>::store(place, x);
         });
         write(wanted);
     }

@@ -21,7 +21,8 @@
 //   state 0 ..   16 columns of V each: copy the next piece's state to shared memory, take this one's to registers, the
 //                tokens, and back through shared memory (block.cuh)
 //
-// All meet once a turn, at which this piece's rows and state are there and the next one's state is on its way.
+// All meet once a turn, each in its own code, at which this piece's rows and state are there and the next one's state
+// is on its way.
 #include "kernels/recurrent/block.cuh"
 #include "kernels/recurrent/forward.cuh"
 
@@ -181,7 +182,7 @@ __device__ __forceinline__ void serve_step(const gdelta_forward_call &call, cons
     if (server == 0 && lane == 0) jobs[0] = first;
     if (server == kStepServers - 1 && lane > 0 && lane <= kStepPlaces) find(blockIdx.x + lane * gridDim.x, jobs[lane]);
     begin(first, jobs[0]);
-    __syncthreads();
+    block_barrier(kTurnBarrier);
 #pragma unroll 1
     for (unsigned piece = blockIdx.x; piece < plan.pieces; piece += gridDim.x, ++turn) {
         const StepJob &job = jobs[turn % kStepJobs];
@@ -197,7 +198,7 @@ __device__ __forceinline__ void serve_step(const gdelta_forward_call &call, cons
         }
         StepJob &next = jobs[(turn + 1) % kStepJobs];
         if (piece + gridDim.x < plan.pieces) begin(next, next);
-        __syncthreads();
+        block_barrier(kTurnBarrier);
         if (server == kStepServers - 1 && lane == 0)
             find(piece + kAhead * gridDim.x, jobs[(turn + kAhead) % kStepJobs]);
     }
@@ -232,7 +233,7 @@ __global__ void __launch_bounds__(2 * kForwardColumns + 32 * kStepServers, step_
     };
     constexpr unsigned kAhead = kStepPlaces - 1;
     fetch(0, blockIdx.x, first);
-    __syncthreads();
+    block_barrier(kTurnBarrier);
 #pragma unroll
     for (unsigned i = 1; i < kAhead; ++i) fetch(i, blockIdx.x + i * gridDim.x, jobs[i]);
     unsigned turn = 0;
@@ -240,7 +241,7 @@ __global__ void __launch_bounds__(2 * kForwardColumns + 32 * kStepServers, step_
     for (unsigned piece = blockIdx.x; piece < plan.pieces; piece += gridDim.x, ++turn) {
         fetch(turn + kAhead, piece + kAhead * gridDim.x, jobs[(turn + kAhead) % kStepJobs]);
         wait_copy_groups<kAhead>();
-        __syncthreads();  // this turn's state and rows are here, and the job after the next
+        block_barrier(kTurnBarrier);  // this turn's state and rows are here, and the job after the next
         const StepJob &job = jobs[turn % kStepJobs];
         const Sequence &sequence = job.at.sequence;
         Forward<Width> f = {call, job.at, job.head, job.first_column};
@@ -270,8 +271,9 @@ __global__ void __launch_bounds__(2 * kForwardColumns + 32 * kStepServers, step_
 template <int Width, typename T, bool Vk, int RowBytes>
 struct Decode {
     static constexpr int kColumns = RowBytes / sizeof(T), kWarps = kColumns / kForwardWarpColumns;
-    // Blocks that a multiprocessor's shared memory holds at K = 128, but for 1024 threads a 64 registers or 1280 a 48.
-    static constexpr int kBlocks = sizeof(T) == 4 ? 1536 / RowBytes : RowBytes == 128 ? 8 : 5;
+    // Blocks that a multiprocessor's shared memory holds at K = 128; of 16-bit states what 64 registers a thread allow,
+    // or 48, where those are enough.
+    static constexpr int kBlocks = sizeof(T) == 4 ? 1536 / RowBytes : RowBytes == 128 ? 8 : kSm90 ? 5 : 4;
     using State = StateBlock<Width, T, Vk, kColumns>;
     using Row = Forward<Width, kColumns>;
 };
@@ -317,26 +319,27 @@ __global__ void __launch_bounds__(32 * D::kWarps, Width <= 128 ? D::kBlocks : 1)
     }
     typename D::State state = state_of(call.final, at.sequence.final);
     if (there) {
-        float sums[2 * f.kColumns] = {}, *sk = sums, *sq = sums + f.kColumns, u[f.kColumns], k[4], q[4];
-        state.for_packs(p, f.first_column, [&](int i, int j, int c, const Pack<T, 4> &pack) {
+        float sums[2 * f.kColumns] = {}, *sk = sums, *sq = sums + f.kColumns, u[f.kColumns], o, k[4], q[4];
+        float x[4];
+        state.for_packs(p, f.first_column, [&](int i, int j, int c, const unsigned char *place) {
             load_four(row.k, i, p, k);
             load_four(row.q, i, p, q);
+            Four<T>::load(place, x);
 #pragma unroll
             for (int n = 0; n < 4; ++n) {
-                float x = to_float(pack.x[n]);
                 int column = Vk ? c : n, of_four = Vk ? n : j;
-                sk[column] = fmaf(x, k[of_four], sk[column]);
-                sq[column] = fmaf(x, q[of_four], sq[column]);
+                sk[column] = fmaf(x[n], k[of_four], sk[column]);
+                sq[column] = fmaf(x[n], q[of_four], sq[column]);
             }
         });
-        f.finish(row, p, 0, sums, u);
-        state.for_packs(p, f.first_column, [&](int i, int j, int c, Pack<T, 4> &pack) {
+        f.finish(row, p, sums, u, o);
+        f.write_o(p, 0, o);
+        state.for_packs(p, f.first_column, [&](int i, int j, int c, unsigned char *place) {
             load_four(row.k, i, p, k);
+            Four<T>::load(place, x);
 #pragma unroll
-            for (int n = 0; n < 4; ++n) {
-                float x = fmaf(k[Vk ? n : j], u[Vk ? c : n], row.decay * to_float(pack.x[n]));
-                from_float(x, &pack.x[n]);
-            }
+            for (int n = 0; n < 4; ++n) x[n] = fmaf(k[Vk ? n : j], u[Vk ? c : n], row.decay * x[n]);
+            Four<T>::store(place, x);
         });
     }
     state.write(at.sequence.final >= 0);

@@ -157,14 +157,15 @@ struct Forward {
                     sq[c] = fmaf(s.x[i][j][c], q[j], sq[c]);
                 }
         }
-        float u[kColumns], mine = finish(row, p, t, sums, u);
+        float o, u[kColumns], mine = finish(row, p, sums, u, o);
         update_tile(s, p, row.k, u, row.decay);
+        write_o(p, t, o);
         return mine;
     }
 
-    // From this lane's parts of S^T k and S^T q: o, and u of its columns. Returns u of its own column.
-    __device__ __forceinline__ float finish(const Staged &row, TilePlace p, int64_t t,
-                                            const float (&sums)[2 * kColumns], float (&u)[kColumns]) const {
+    // From this lane's parts of S^T k and S^T q: u of its columns, o of its own. Returns u of its own column.
+    __device__ __forceinline__ float finish(const Staged &row, TilePlace p, const float (&sums)[2 * kColumns],
+                                            float (&u)[kColumns], float &o) const {
         float v = row.v[p.column - first_column + p.lane_k % kColumns];
         float e = row.decay, beta = row.beta, kq = row.kq, scale = static_cast<float>(call.shape.scale);
         float sum = sum_rows(sums, p);  // lanes below 16 get S^T k, the others S^T q
@@ -173,7 +174,7 @@ struct Forward {
 #pragma unroll
         for (int c = 0; c < kColumns; ++c) u[c] = __shfl_sync(0xffffffffu, mine, kRecurrentLanesV * c + lane_v);
         mine = __shfl_sync(0xffffffffu, mine, threadIdx.x % 16);
-        write_o(p, t, scale * fmaf(e, sum, mine * kq));
+        o = scale * fmaf(e, sum, mine * kq);
         return mine;
     }
 };
