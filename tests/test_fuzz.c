@@ -40,10 +40,11 @@ ENGINE_TEST(fuzz, numbers, kParts) {
 }
 
 /* What it found. All were sums that cancel, which were measured against what was left of them: with keys that are
- * alike, with one key element under the norm, or in one token of few. */
+ * alike, with one key element under the norm, in one token of few, where all comes from the final state; and a result
+ * that was rounded to bf16 after it had been off by what is allowed. */
 ENGINE_TEST(fuzz, found, kParts) {
-    static const int found[] = {513756424, 513756608, 513756644, 513756660, 513756706, 513756739,
-                                513756884, 513756952, 513757168, 513757220, 513757260};
+    static const int found[] = {513756424, 513756608, 513756644, 513756660, 513756706, 513756739, 513756884, 513756952,
+                                513757168, 513757220, 513757260, 20261359,  20261431,  20261531,  20261662,  20262011};
     for (int i = part; i < (int)(sizeof found / sizeof *found); i += kParts) {
         test_case c = grid_case(kAnything, found[i]);
         cr_expect(check_case(&c, engine, grid_operations(&c)), "case %d", found[i]);

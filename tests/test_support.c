@@ -122,6 +122,7 @@ Test(support, the_scale_of_one_product_is_its_size) {
         c.recycled = 4;
         c.out_dtype = GDELTA_DTYPE_FP64;
         if (c.l2norm == GDELTA_L2NORM_NONE) c.heads_q = c.heads_v;
+        if (i % 5 == 4) c.absent = ROLE(kDO);
         bool one = i % 2;
         if (one) { /* token: also of the parameters */
             c.sequences = 1;

@@ -11,8 +11,8 @@ typedef struct token {
     double q[kMostDim], k[kMostDim], v[kMostDim], d_o[kMostDim];
     double length_q, length_k; /* before the norm, if there is one; else 1 */
     double decay, beta;
-    double by_gate, by_beta;     /* of the log decay and of beta, the derivatives by what the tensors hold */
-    double by_a_log, by_dt_bias; /* of the log decay */
+    double by_gate, by_beta;     /* of the decay and of beta, the derivatives by what the tensors hold */
+    double by_a_log, by_dt_bias; /* of the decay */
 } token;
 
 /* ---- Inputs ---- */
@@ -22,11 +22,10 @@ static int64_t head_of(const instance *x, role r, int64_t output_head) {
     return x->c.head_map == GDELTA_HEADS_TILED ? output_head % heads : output_head * heads / case_heads_o(&x->c);
 }
 
-static void read_row(const instance *x, role r, int64_t n, int64_t t, int64_t output_head, double *row) {
+static void read_row(const instance *x, role r, int64_t n, int64_t t, int64_t output_head, double row[kMostDim]) {
     int64_t head = head_of(x, r, output_head);
-    for (int64_t d = 0; d < instance_columns(x, r); ++d) {
-        row[d] = x->tensor[r].present ? instance_get(x, r, n, t, head, d) : 0;
-    }
+    int64_t columns = x->tensor[r].present ? instance_columns(x, r) : 0;
+    for (int64_t d = 0; d < kMostDim; ++d) row[d] = d < columns ? instance_get(x, r, n, t, head, d) : 0;
 }
 
 /* Returns what the row was divided by. */
@@ -50,15 +49,15 @@ static void read_gate(const instance *x, int64_t n, int64_t t, int64_t head, tok
     double g = instance_get(x, kG, n, t, head, 0);
     if (x->c.gate == GDELTA_GATE_LINEAR) {
         token->decay = g;
-        token->by_gate = 1 / g; /* never of 0: there is no gradient by its log */
     } else if (x->c.gate == GDELTA_GATE_LOG) {
-        token->decay = exp(g);
+        token->decay = token->by_gate = exp(g);
     } else {
         double rate = exp(instance_get(x, kALog, 0, 0, 0, head));
         if (x->tensor[kDtBias].present) g += instance_get(x, kDtBias, 0, 0, 0, head);
-        token->by_a_log = -rate * (g > 20 ? g : log1p(exp(g)));
-        token->by_gate = token->by_dt_bias = -rate * sigmoid(g);
-        token->decay = exp(token->by_a_log);
+        double log_decay = -rate * (g > 20 ? g : log1p(exp(g)));
+        token->decay = exp(log_decay);
+        token->by_a_log = token->decay * log_decay;
+        token->by_gate = token->by_dt_bias = token->decay * -rate * sigmoid(g);
     }
 }
 
@@ -107,7 +106,7 @@ static void update(const test_case *c, const token *token, const double *before,
 
 /* The squares of a token's scales; of q, k and v those of their gradients, q and k normalised. */
 typedef struct squares {
-    double o[kMostDim], q[kMostDim], k[kMostDim], v[kMostDim], log_decay, beta;
+    double o[kMostDim], q[kMostDim], k[kMostDim], v[kMostDim], decay, beta;
 } squares;
 
 static double square(double x) {
@@ -126,7 +125,7 @@ static void adjoint(const test_case *c, const token *token, const double *before
             ds[at] += scale * token->q[i] * token->d_o[j];
             du[j] += token->k[i] * ds[at];
             du_square[j] += square(token->k[i] * ds[at]);
-            read[j] += token->k[i] * token->decay * before[at];
+            read[j] += token->k[i] * before[at];
             squares->o[j] += square(scale * token->q[i] * after[at]);
             squares->q[i] += square(scale * token->d_o[j] * after[at]);
             squares->k[i] += square(ds[at] * token->beta * missing[j]);
@@ -136,14 +135,15 @@ static void adjoint(const test_case *c, const token *token, const double *before
         du_square[j] = fmax(du_square[j], square(du[j]));
         squares->v[j] = square(token->beta) * du_square[j];
         squares->beta += du_square[j] * square(missing[j]);
-        squares->log_decay += squares->v[j] * square(read[j]);
+        squares->decay += squares->v[j] * square(read[j]);
     }
     for (int i = 0; i < c->dim_k; ++i) {
         for (int j = 0; j < c->dim_v; ++j) {
             int64_t at = i * c->dim_v + j;
             squares->k[i] += square(token->decay * before[at]) * squares->v[j];
-            ds[at] = token->decay * (ds[at] - token->k[i] * token->beta * du[j]);
-            squares->log_decay += square(ds[at] * before[at]);
+            ds[at] -= token->k[i] * token->beta * du[j];
+            squares->decay += square(ds[at] * before[at]);
+            ds[at] *= token->decay;
         }
     }
 }
@@ -182,15 +182,14 @@ static void replay(instance *scales, int64_t n, int64_t head) {
     for (int64_t t = tokens - 1; t >= 0; --t) {
         read_token(scales, n, t, head, &token);
         adjoint(c, &token, states + t * size, states + (t + 1) * size, missing + t * c->dim_v, ds, &squares);
-        if (token.decay == 0) squares.log_decay = token.by_gate = token.by_a_log = token.by_dt_bias = 0;
         add_row(scales, kO, n, t, head, squares.o, 1);
         add_row(scales, kDQ, n, t, head, squares.q, 1 / square(token.length_q));
         add_row(scales, kDK, n, t, head, squares.k, 1 / square(token.length_k));
         add_row(scales, kDV, n, t, head, squares.v, 1);
-        add(scales, kDG, n, t, head, 0, square(token.by_gate) * squares.log_decay);
+        add(scales, kDG, n, t, head, 0, square(token.by_gate) * squares.decay);
         add(scales, kDBeta, n, t, head, 0, square(token.by_beta) * squares.beta);
-        chunk_a_log += fabs(token.by_a_log) * sqrt(squares.log_decay);
-        chunk_dt_bias += fabs(token.by_dt_bias) * sqrt(squares.log_decay);
+        chunk_a_log += fabs(token.by_a_log) * sqrt(squares.decay);
+        chunk_dt_bias += fabs(token.by_dt_bias) * sqrt(squares.decay);
         if (t % kChunkTokens) continue;
         add(scales, kDALog, 0, 0, 0, head, square(chunk_a_log));
         add(scales, kDDtBias, 0, 0, 0, head, square(chunk_dt_bias));

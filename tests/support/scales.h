@@ -5,15 +5,15 @@
  *
  *     o     = scale S^T q                     dq    = scale S do
  *     dbeta = <dS^T k, e>                     dv    = beta dS^T k
- *     dk    = beta dS e - a P dv              d log decay = <dS, a P> - <dv, a P^T k>
+ *     dk    = beta dS e - a P dv              da    = <dS, P> - <dv, P^T k>
  *
  * Each is a sum of many terms of either sign, so that chance may make one token's as small as it likes, and where keys
  * are alike it need not be chance: all that o has of the states is then one number, <q, k>, and the two sums of the
  * last two gradients nearly cancel. Rounding does not follow: it changes each factor by a part of its own size, and so
  * the sum by that part of the root of the sum of the squares of its terms, the natural scale, however small the sum
  * came out. (A bound of a dot product's error likewise has |x| and |y| in it, not <x, y>.) Where nothing cancels the
- * scale is about the result itself. Terms are the products above; of the first sum of d log decay, of the gradient of
- * a P, which holds what the second subtracts in whole rows. (dS^T k)_v is such a sum too, of the rounded dS, and counts
+ * scale is about the result itself. Terms are the products above; of the first sum of da, of the gradient of a P,
+ * which holds what the second subtracts in whole rows. (dS^T k)_v is such a sum too, of the rounded dS, and counts
  * as no smaller than its own scale. A shared head's gradient adds the squares of its group. Gradients of what gate and
  * beta are made of, of rows before their norm, and of the parameters, have the scale times the chain's factor. A
  * parameter's is summed over tokens: linearly within a chunk of 64, whose tokens share the rounded state, else as
