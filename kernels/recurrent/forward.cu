@@ -272,8 +272,10 @@ template <int Width, typename T, bool Vk, int RowBytes>
 struct Decode {
     static constexpr int kColumns = RowBytes / sizeof(T), kWarps = kColumns / kForwardWarpColumns;
     // Blocks that a multiprocessor's shared memory holds at K = 128; of 16-bit states what 64 registers a thread allow,
-    // or 48, where those are enough.
-    static constexpr int kBlocks = sizeof(T) == 4 ? 1536 / RowBytes : RowBytes == 128 ? 8 : kSm90 ? 5 : 4;
+    // or 48. Elsewhere than on sm_90 that spills: 85 registers and more.
+    static constexpr int kNarrow = sizeof(T) == 4 ? (kSm90 ? 12 : 8) : (kSm90 ? 8 : 6);
+    static constexpr int kWide = sizeof(T) == 4 ? (kSm90 ? 6 : 4) : (kSm90 ? 5 : 3);
+    static constexpr int kBlocks = RowBytes == 128 ? kNarrow : kWide;
     using State = StateBlock<Width, T, Vk, kColumns>;
     using Row = Forward<Width, kColumns>;
 };
