@@ -2,14 +2,14 @@
 // does nothing.
 #include <gdelta/gdelta.h>
 
-#include "kernels/ptx/grid.cuh"
-
 constexpr int kUnroll = 4;
 
 // `out` may be `in`.
 static __global__ void copy_blocks(uint4 *out, const uint4 *in, size_t count) {
-    gdelta::grid_wait();
-    gdelta::grid_release();
+#if __CUDA_ARCH__ >= 900
+    cudaGridDependencySynchronize();
+    cudaTriggerProgrammaticLaunchCompletion();
+#endif
     size_t first = static_cast<size_t>(blockIdx.x) * blockDim.x * kUnroll + threadIdx.x;
     uint4 x[kUnroll];
 #pragma unroll
